@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dcp_rs
-from dcp_rs import HostStager, RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
+from dcp_rs import RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
 from dcp_rs._arguments import foreign
 from dcp_rs._url import _OPTIONS
 from dcp_rs.checkpoint.names import explain_missing, natural, nearest
@@ -132,7 +132,7 @@ MISTAKES: list[Mistake] = [
     ("a number for a path", lambda w: save({}, 3), TypeError, "a path is a str or a pathlib.Path, not int"),
     ("an empty path", lambda w: save({}, ""), ValueError, "the path is empty: for the current folder, pass '.'"),
     ("a backend for a process group", lambda w: dcp_rs.save({}, w / "new", process_group="gloo"), TypeError, "process_group= takes a group, as torch.distributed.new_group() returns, not str"),
-    ("a class for a stager", lambda w: dcp_rs.async_save({}, w / "new", stager=HostStager, no_dist=True), TypeError, "stager= takes an instance such as HostStager(cache=True), not the class HostStager"),
+    ("no copy", lambda w: dcp_rs.async_save({}, w / "new", max_copies=0, no_dist=True), ValueError, "max_copies=0: must be a positive integer"),
     ("a state dict and a step, swapped", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).save({}, 1), TypeError, "the step comes first, then the state dict"),
     ("a file before the tensors", lambda w: dcp_rs.save_file(w / "x.safetensors", {}), TypeError, "the tensors come first, then the file"),
     ("a module to a .safetensors file", lambda w: dcp_rs.save_file(torch.nn.Linear(2, 2), w / "new"), TypeError, "tensors is a Linear: pass a dict of tensors by name, such as model.state_dict()"),
@@ -196,7 +196,6 @@ MISTAKES: list[Mistake] = [
     ("a dtype for a writer", lambda w: RsWriter(w / "new", dtype="bf16"), TypeError, "dcp_rs.load(), dcp_rs.save() and the planners take it"),
     ("strict= of a planner", lambda w: RsLoadPlanner(strict=False), TypeError, "allow_partial_load=True does what strict=False does elsewhere"),
     ("a prefix of an option", lambda w: RsSavePlanner(excl="*"), TypeError, "RsSavePlanner has no option 'excl'"),
-    ("an option of a stager", lambda w: HostStager(cached=True), TypeError, "did you mean 'cache'?"),
     ("an option like another one", lambda w: dcp_rs.CheckpointManager(w / "new", max_kept=3), TypeError, "has no option 'max_kept'"),
     ("strict= of a manager's load", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).load({}, strict=False), TypeError, "CheckpointManager.load() has no option 'strict': allow_partial_load=True does"),
     ("strict= of a manager's training load", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).load_training_state(torch.nn.Linear(2, 2), strict=False), TypeError, "partial=True does what strict=False does elsewhere"),
@@ -321,8 +320,8 @@ FOREIGN = [
     *(("map_location", function, "device=") for function in (dcp_rs.load, dcp_rs.open, dcp_rs.load_file, RsLoadPlanner)),
     *(("thread_count", function, "threads=") for function in (dcp_rs.load, dcp_rs.save, dcp_rs.async_save, dcp_rs.open)),
     ("sync_files", dcp_rs.save, "fsync="),
-    ("use_pinned_memory", HostStager, "leave it out"),
-    ("async_stager", dcp_rs.async_save, "stager="),
+    ("use_pinned_memory", dcp_rs.async_save, "leave it out"),
+    ("async_stager", dcp_rs.async_save, "async_staging="),
     ("torch_dtype", dcp_rs.load, "dtype="),
     ("tensors", dcp_rs.save, "state_dict="),
     ("state_dict", dcp_rs.save_file, "tensors="),

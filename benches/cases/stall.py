@@ -103,11 +103,10 @@ def _sum(tensor: torch.Tensor) -> int:
 
 def run(context: Context) -> list[Row]:
     training = Training(context)
-    stager = dcp_rs.HostStager(cache=True)
     stock_stager = DefaultStager(StagingOptions(False, False, True, False))
 
     def ours(state: dict[str, torch.Tensor], path: Any) -> tuple[Future[Any], Future[Any]]:
-        future = dcp_rs.async_save(state, path, no_dist=True, stager=stager, async_staging=True)
+        future = dcp_rs.async_save(state, path, no_dist=True, max_copies=1, async_staging=True)
         return future.staged, future
 
     def default(state: dict[str, torch.Tensor], path: Any) -> tuple[Future[Any], Future[Any]]:
@@ -140,7 +139,7 @@ def run(context: Context) -> list[Row]:
     ]
     errors = {name: times.error for name, times in measure(contenders, **context.pairs).items()}
     stock_stager.close()
-    stager.release()
+    dcp_rs.release_pinned_memory()
     for measured in (training.returned, training.staged, training.step):
         for name in saves:
             times = measured.setdefault(name, Times())

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from dcp_rs.steps.latest import latest
     from dcp_rs.steps.manager import CheckpointManager
     from dcp_rs.transfer.buffers import release_pinned_memory
-    from dcp_rs.transfer.stage import HostStager
 
 # Not ``open``: `from dcp_rs import *` is not to hide Python's.
 __all__ = [
@@ -40,7 +39,6 @@ __all__ = [
     "CleanReport",
     "Concat",
     "ConvertReport",
-    "HostStager",
     "Leftover",
     "LoadReport",
     "MergeReport",
@@ -100,7 +98,6 @@ _MODULES = {
     "dcp.reader": ("RsReader",),
     "dcp.save_planner": ("RsSavePlanner",),
     "transfer.buffers": ("release_pinned_memory",),
-    "transfer.stage": ("HostStager",),
     "steps.latest": ("latest",),
     "steps.manager": ("CheckpointManager",),
     "checkpoint.index": ("index",),

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
-from dcp_rs._arguments import suggest_option, type_of
+from dcp_rs._arguments import suggest_option
 from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.folders import warn_of_foreign_model
 from dcp_rs.checkpoint.locate import LoadSource
@@ -41,7 +41,7 @@ from dcp_rs.tensors.flatten import is_stateful
 from dcp_rs.tensors.memory import clone
 from dcp_rs.tensors.nesting import like
 from dcp_rs.transfer.buffers import shared_blocks
-from dcp_rs.transfer.stage import HostStager, Staging
+from dcp_rs.transfer.stage import Staging
 
 
 @suggest_option
@@ -273,7 +273,9 @@ def save(
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
         saves.check_path(path)
-        checked = _save_options(take_options(save, options), planner)
+        checked = SaveOptions.of(take_options(save, options))
+        if planner is not None:
+            _check_save_planner(planner, checked)
         where = location(path)
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
@@ -303,18 +305,12 @@ def _state_of_copied_buffers(holder: Any) -> Any:
     return like(state, copied)
 
 
-def _save_options(options: Mapping[str, Any], planner: Any) -> SaveOptions:
-    checked = SaveOptions.of(options)
-    if planner is not None:
-        protocol.check_planner("save", planner)
-        if (checked.include, checked.exclude, checked.dtype) != (None, None, None):
-            msg = "give the planner include, exclude and dtype, or no planner"
-            raise TypeError(msg)
-        if checked.publish is not None:
-            raise UnsupportedError(
-                "planner= goes neither with publish= nor with a manager's local="
-            )
-    return checked
+def _check_save_planner(planner: Any, options: SaveOptions) -> None:
+    protocol.check_planner("save", planner)
+    if (options.include, options.exclude, options.dtype) != (None, None, None):
+        raise TypeError("give the planner include, exclude and dtype, or no planner")
+    if options.publish is not None:
+        raise UnsupportedError("planner= goes neither with publish= nor with a manager's local=")
 
 
 @suggest_option
@@ -325,8 +321,8 @@ def async_save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    stager: HostStager | None = None,
     async_staging: bool = False,
+    max_copies: int = MAX_COPIES,
     **options: Unpack[SaveArguments],
 ) -> SaveFuture:
     """Save in the background. Training may change ``state_dict`` once this returns.
@@ -344,21 +340,21 @@ def async_save(
     ```
 
     Saves of one process run one after another, in the order of the calls. At most two copies exist
-    at a time: a third call waits until the first save is over. The memory of a copy is kept for
-    the next one; :func:`dcp_rs.release_pinned_memory` frees it. If a rank fails before the call
-    returns, the call raises on that rank, and the futures of the other ranks raise the same error.
+    at a time (``max_copies``): a third call waits until the first save is over. The memory of a
+    copy is kept for the next one; :func:`dcp_rs.release_pinned_memory` frees it. If a rank fails
+    before the call returns, the call raises on that rank, and the futures of the other ranks raise
+    the same error.
 
     Args:
         state_dict, path, include, exclude, dtype, planner, no_dist: as for :func:`save`.
         process_group: a group with a CPU backend that nothing else uses meanwhile. Default: a gloo
             group of all ranks, made by the first call and kept.
-        stager: a :class:`HostStager`. With ``cache=True``, the call waits until all saves before
-            it are over, so that there is one copy at a time.
         async_staging: do not wait for the copy. Accelerators copy on streams of their own, and a
             thread copies host memory. Values, and sparse or quantized tensors, are copied before
             this returns. If a tensor changed too early and torch counted the change, the save
             fails with a ``StateChangedError``. Torch does not count those of fused and ``foreach``
             optimizers.
+        max_copies: the copies that there may be at a time, this one included.
         overwrite, strict_values, parent, reuse, verify_reuse, storage_options: as for
             :func:`save`.
         progress, io, threads, fsync, max_inflight_bytes, save_id, guard, publish: as for
@@ -398,9 +394,9 @@ def async_save(
         nonlocal where, checked, entries
         if not isinstance(state_dict, Mapping):
             raise _wrong_state_dict(state_dict, path)
-        given = take_options(async_save, options)
-        _check_stager(stager)
-        checked = _save_options(given, planner)
+        checked = SaveOptions.of(take_options(async_save, options))
+        if planner is not None:
+            _check_save_planner(planner, checked)
         where = absolute(location(path))  # until the save begins, the current folder may change
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
@@ -432,7 +428,7 @@ def async_save(
         path,
         stage,
         save_copy,
-        max_copies=1 if isinstance(stager, HostStager) and stager.cache else MAX_COPIES,
+        max_copies=max_copies,
         async_staging=async_staging,
         is_alone=ranks.is_alone,
     )
@@ -459,10 +455,3 @@ def _wrong_state_dict(state_dict: Any, path: Any = None) -> TypeError:
             "or to objects with state_dict() and load_state_dict()"
         )
     return TypeError(msg)
-
-
-def _check_stager(stager: Any) -> None:
-    """Raise a ``TypeError`` with advice unless this is a stager or None."""
-    if stager is not None and not isinstance(stager, HostStager):
-        msg = f"stager= takes an instance such as HostStager(cache=True), not {type_of(stager)}"
-        raise TypeError(msg)

@@ -13,7 +13,7 @@ import dcp_rs
 from dcp_rs import RsSavePlanner
 from dcp_rs.engine import background
 from dcp_rs.errors import SaveInProgressError, UnsupportedError
-from dcp_rs.transfer.stage import HostStager, Staging
+from dcp_rs.transfer.stage import Staging, stage
 from support import assert_state_equal, run_ranks
 from support.faults import Slow
 from support.layouts import sharded_state
@@ -48,23 +48,15 @@ def test_a_tensor_inside_a_value_is_saved_without_its_neighbours(ckpt):
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [8, 24, 16]
 
 
-def test_a_stager_serves_several_saves(ckpt):
-    stager = HostStager(cache=True)
-    for step in range(3):
-        state = {"w": torch.full((1000,), float(step))}
-        dcp_rs.async_save(state, ckpt, stager=stager).result(60)
-        assert dcp_rs.open(ckpt)["w"][0] == step
-
-
-def test_a_stager_does_not_write_to_memory_that_a_save_still_reads(tmp_path):
+def test_one_copy_at_a_time_waits_for_the_save_that_reads_it(tmp_path):
     """W7: two queued saves shared the one block, and the first checkpoint held the second's numbers, with right digests."""
-    stager, planner = HostStager(cache=True), Slow()
+    planner = Slow()
     state = {"w": torch.ones(1000)}
-    first = dcp_rs.async_save(state, tmp_path / "first", planner=planner, stager=stager)
+    first = dcp_rs.async_save(state, tmp_path / "first", planner=planner, max_copies=1)
     state["w"].fill_(2)
     timer = threading.Timer(0.2, planner.go.set)
     timer.start()
-    second = dcp_rs.async_save(state, tmp_path / "second", stager=stager)
+    second = dcp_rs.async_save(state, tmp_path / "second", max_copies=1)
     assert planner.go.is_set()  # it waited
     first.result(60)
     second.result(60)
@@ -164,10 +156,9 @@ def test_a_copy_of_a_shard_is_the_same_shard(ckpt, kind):
 
 
 def save_in_background(path):
-    stager = HostStager(cache=True)
     for seed in (1, 2):
         state = sharded_state(seed)
-        future = dcp_rs.async_save(state, path, stager=stager)
+        future = dcp_rs.async_save(state, path, max_copies=1)
         state["rows"].to_local().zero_()
         state["model"]["w3"].zero_()
         metadata = future.result(150)
@@ -332,7 +323,7 @@ def test_an_interrupt_after_the_save_has_begun_leaves_its_memory_alone(ckpt, mon
         patch.setattr(background.SaveQueue, "_put", put)
         with pytest.raises(KeyboardInterrupt):
             dcp_rs.async_save({"w": torch.zeros(3)}, ckpt, planner=planner)
-    HostStager().stage({"w": torch.full((3,), 7.0)})  # to the memory of that copy, were it free
+    stage({"w": torch.full((3,), 7.0)})  # to the memory of that copy, were it free
     planner.go.set()
     assert saved_after(ckpt) == [0, 0, 0]
 

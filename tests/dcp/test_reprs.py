@@ -1,9 +1,9 @@
-"""The text of writers, planners and stagers: the call that makes them."""
+"""The text of writers and planners: the call that makes them."""
 
 import pytest
 import torch
 
-from dcp_rs import HostStager, RsSavePlanner, RsWriter
+from dcp_rs import RsSavePlanner, RsWriter
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,6 @@ from dcp_rs import HostStager, RsSavePlanner, RsWriter
             lambda: RsSavePlanner(dtype=torch.bfloat16, include="model.*"),
             "RsSavePlanner(dtype=torch.bfloat16, include='model.*')",
         ),
-        (lambda: HostStager(cache=True), "HostStager(cache=True)"),
         (lambda: RsSavePlanner(exclude=["x" * 99, "y" * 99, "z" * 99]), "...)"),
     ],
 )

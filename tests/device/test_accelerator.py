@@ -12,7 +12,7 @@ from dcp_rs.errors import CorruptDataError
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer.buffers import shared_blocks
 from dcp_rs.transfer.load import fill
-from dcp_rs.transfer.stage import HostStager, Staging
+from dcp_rs.transfer.stage import Staging, stage
 from dcp_rs.transfer.target import Target
 from support import ALL_DTYPES, assert_state_equal, random_tensor, same_bits
 
@@ -204,9 +204,8 @@ def test_a_stream_taken_by_several(ckpt, device):
     assert_state_equal(host(copies), want)
 
 
-@pytest.mark.parametrize("cache", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_async_save(tmp_path, device, cache):
-    stager = HostStager(cache=cache)
+@pytest.mark.parametrize("copies", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_async_save(tmp_path, device, copies):
     want = state(large=3)
     futures = []
     for turn in range(3):
@@ -215,7 +214,7 @@ def test_async_save(tmp_path, device, cache):
         there = base.to(device)
         state_dict["conj"], state_dict["neg"] = there.conj(), there.conj().imag
         futures.append(
-            (turn, base, dcp_rs.async_save(state_dict, tmp_path / str(turn), stager=stager))
+            (turn, base, dcp_rs.async_save(state_dict, tmp_path / str(turn), max_copies=copies))
         )
         for tensor in (*state_dict.values(), there):
             tensor.zero_()
@@ -239,7 +238,7 @@ def test_pinned_blocks(device):
     if hasattr(torch.get_device_module(device), "cudart"):
         released = dcp_rs.release_pinned_memory()
         assert sum(tensor.nbytes for tensor in source.values()) <= released <= 20_010_000
-    again = HostStager().stage(source)
+    again = stage(source)
     assert all((again[f"w{i}"] == i).all() for i in range(50))
 
 

@@ -5,7 +5,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner
-from dcp_rs.transfer.stage import HostStager
+from dcp_rs.transfer.stage import stage
 from support import assert_state_equal
 from support.both import load_rs, save_rs
 from support.simulated import host
@@ -64,7 +64,7 @@ def test_tied_weights_come_down_once(sim, device):
     weight = torch.randn(900, 100, device=device)
     state = {"embed": weight.detach(), "head": weight.detach(), "t": weight.t()}
     copies = sim.copies
-    staged = HostStager().stage(state)
+    staged = stage(state)
     assert sim.copies - copies <= 3  # two, and what makes the transposed one contiguous
     assert staged["embed"].data_ptr() == staged["head"].data_ptr()
     assert_state_equal(dict(staged), {name: value.cpu() for name, value in state.items()})

@@ -15,7 +15,7 @@ from dcp_rs.errors import UnsupportedError
 from dcp_rs.transfer import buffers
 from dcp_rs.transfer.buffers import shared_blocks
 from dcp_rs.transfer.copy_stream import copy_stream_for
-from dcp_rs.transfer.stage import HostStager, Staging
+from dcp_rs.transfer.stage import Staging, stage
 from support import assert_state_equal
 from support.faults import Slow
 
@@ -73,7 +73,7 @@ def test_a_staged_copy_is_a_copy(sim, device, without):
     if without:
         setattr(sim, without, 0)
     sim.delay = 500
-    staged = HostStager().stage(source)
+    staged = stage(source)
     zero(source)
     assert_state_equal(contiguous(staged), contiguous(want))
     for tensor in (*staged["model"].values(), staged["large"], staged["pair"][0]):
@@ -92,7 +92,7 @@ def test_conjugated_and_negated(sim, device):
         "plain": there,
     }
     sim.delay = 3000
-    staged = HostStager().stage(source)
+    staged = stage(source)
     assert_state_equal(contiguous(staged), contiguous(want))
 
 
@@ -104,7 +104,7 @@ def test_several_devices(sim, device, other_device):
     }
     sim.delay = 1000
     with torch.accelerator.device_index(1):
-        staged = HostStager().stage(source)
+        staged = stage(source)
     assert_state_equal(dict(staged), want)
 
 
@@ -158,7 +158,7 @@ def test_where_torch_alone_can_pin_blocks_are_not_rounded_up_together(sim, devic
     want = {f"w{i}": torch.randn(100 + i, 200) for i in range(30)} | {
         "large": torch.randn(3000, 100)
     }
-    staged = HostStager().stage(to(device, want))
+    staged = stage(to(device, want))
     assert_state_equal(dict(staged), want)
     assert all(sim.is_pinned(tensor) for tensor in staged.values())
     total = sum(tensor.nbytes for tensor in want.values())
@@ -178,7 +178,7 @@ def test_a_block_may_lie_below_or_above_the_one_before(sim, device, monkeypatch,
     monkeypatch.setattr(
         "dcp_rs.transfer.stage.host_memory", lambda nbytes, **_: next(blocks)[:nbytes]
     )
-    assert_state_equal(dict(HostStager().stage(to(device, want))), want)
+    assert_state_equal(dict(stage(to(device, want))), want)
 
 
 def test_one_staged_state_dict_at_a_time(sim, device):
@@ -188,14 +188,14 @@ def test_one_staged_state_dict_at_a_time(sim, device):
         assert_state_equal(contiguous(staging.values), contiguous(state(seed)))
         staging.release()
     assert sim.pinned_bytes <= 6 * MIB
-    HostStager(cache=True).release()
+    dcp_rs.release_pinned_memory()
     assert sim.pinned_bytes == 0
 
 
 def test_a_fork_leaves_blocks_alone(sim, device):
     first = Staging(to(device, state()), shared_blocks)
     first.finish()
-    staged = HostStager().stage(to(device, state(1)))
+    staged = stage(to(device, state(1)))
     held = sim.pinned_bytes
     child = os.fork()
     if child == 0:
@@ -220,13 +220,12 @@ def test_a_fork_leaves_blocks_alone(sim, device):
 def test_a_failed_staging_gives_its_memory_back_when_no_copy_is_under_way(sim, device):
     source = to(device, state())
     sim.synchronize()
-    stager = HostStager(cache=True)
     sim.delay = 5000
     sim.fail_after = sim.copies + 5
     with pytest.raises(RuntimeError, match="out of order"):
-        stager.stage(source)
+        stage(source)
     sim.fail_after, sim.delay = -1, 0
-    again = stager.stage(source)  # nothing of the failed one arrives in it
+    again = stage(source)  # nothing of the failed one arrives in it
     sim.synchronize()
     assert_state_equal(contiguous(again), contiguous(state()))
 
@@ -240,7 +239,7 @@ def test_small_tensors_are_gathered_on_the_device_and_copied_together(sim, devic
     source = to(device, want)
     sim.synchronize()
     copies, grouped = sim.copies, sim.grouped
-    staged = HostStager().stage(source)
+    staged = stage(source)
     assert sim.copies - copies - (sim.grouped - grouped) <= 3
     assert_state_equal(dict(staged), want)
 
@@ -328,7 +327,7 @@ def test_a_refused_pin_leaves_no_error_to_the_next_kernel(sim, device, monkeypat
 
 
 def test_async_saves_that_queue(tmp_path, sim, device):
-    stager, planner = HostStager(cache=True), Slow()
+    planner = Slow()
     weights = {f"w{i}": torch.empty(200, 300, device=device) for i in range(20)}
     futures = []
     sim.delay = 300
@@ -338,7 +337,7 @@ def test_async_saves_that_queue(tmp_path, sim, device):
         options = {"planner": planner} if seed == 0 else {}
         if seed == 1:
             threading.Timer(0.1, planner.go.set).start()
-        futures.append(dcp_rs.async_save(weights, tmp_path / str(seed), stager=stager, **options))
+        futures.append(dcp_rs.async_save(weights, tmp_path / str(seed), max_copies=1, **options))
     for seed, future in enumerate(futures):
         future.result(60)
         with dcp_rs.open(tmp_path / str(seed), verify=True) as saved:

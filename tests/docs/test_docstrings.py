@@ -30,7 +30,6 @@ MADE = (
     "VerifyReport",
 )
 PLUGINS = (
-    "HostStager",
     "RsLoadPlanner",
     "RsReader",
     "RsSavePlanner",
@@ -85,7 +84,6 @@ SHOWN = {
     "CleanReport": "nbytes to_dict",
     "Concat": "dim",
     "ConvertReport": "bytes files seconds to_dict",
-    "HostStager": "release stage",
     "Leftover": "why_kept",
     "LoadReport": "bytes_direct bytes_mapped bytes_read bytes_verified bytes_wanted entries entries_loaded "
     "path replaced requests seconds to_dict",

@@ -94,7 +94,7 @@ MUTANTS = [
         "python/dcp_rs/transfer/stage.py",
         "self.values[name] = _like(value, view)",
         "self.values[name] = value",
-        ("tests/transfer/test_host_stager.py",),
+        ("tests/transfer/test_stage.py",),
         "A save in the background writes what training has changed by then.",
     ),
     Mutant(

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import dcp_rs
-from dcp_rs import CheckpointManager, HostStager, RsLoadPlanner, RsReader, RsWriter
+from dcp_rs import CheckpointManager, RsLoadPlanner, RsReader, RsWriter
 from dcp_rs.errors import PlanError
+from dcp_rs.transfer.stage import stage
 from support import run_ranks
 
 WHOLE = torch.arange(30.0).reshape(10, 3)
@@ -157,7 +158,7 @@ def save_on_rank(folder):
         dcp_rs.save(state, f"{folder}/save-{kind}")
         dcp_rs.async_save(state, f"{folder}/async-{kind}").result()
         dcp_rs.async_save(state, f"{folder}/planner-{kind}", planner=DefaultSavePlanner()).result()
-        dcp_rs.save(HostStager().stage(state), f"{folder}/staged-{kind}")
+        dcp_rs.save(stage(state), f"{folder}/staged-{kind}")
         dcp.save(state, storage_writer=RsWriter(f"{folder}/writer-{kind}"))
         dcp.save(state, checkpoint_id=f"{folder}/stock-{kind}")
         with CheckpointManager(f"{folder}/steps-{kind}") as manager:

@@ -55,7 +55,7 @@ from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.memory import clone, memory_of, why_not_raw
 from dcp_rs.transfer.save import Entry, as_object, refuse_meta
-from dcp_rs.transfer.stage import HostStager
+from dcp_rs.transfer.stage import stage
 
 
 class RsWriter(StorageWriter, BlockingAsyncStager):
@@ -205,7 +205,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._options = dataclasses.replace(self._options, parent=parent)
         if self._staged_ranks == 0 or dist.get_rank() == 0:
             warn_of_foreign_model(self.path)  # here, as a thread or a process saves
-        return HostStager().stage(state_dict)
+        return stage(state_dict)
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin a new save, and take another path if one is given."""

@@ -16,6 +16,7 @@ from dcp_rs._log import log as _log
 from dcp_rs._url import StrPath, location
 from dcp_rs.engine.reports import SavedMetadata, SaveReport
 from dcp_rs.errors import SaveInProgressError
+from dcp_rs.options import check_positive
 from dcp_rs.transfer.stage import Staging
 
 #: Copies of state dicts at a time: one that is written, and one that is made meanwhile.
@@ -176,10 +177,12 @@ class SaveQueue:
 
         Raises:
             SaveInProgressError: another save to ``path`` is not over.
+            ValueError: ``max_copies`` is no positive number.
             BaseException: whatever ``stage`` and the copy raise.
         """
         job = _Job(_key(path), save)
         try:
+            check_positive("max_copies", max_copies)
             self._enter(job, path, max_copies)
             job.staging = stage()
             if async_staging:

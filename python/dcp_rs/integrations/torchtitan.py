@@ -19,7 +19,7 @@ from dcp_rs.errors import UnsupportedError
 from dcp_rs.integrations._needs import framework
 from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.step_store import MAY_BE_WHOLE, Step
-from dcp_rs.transfer.stage import HostStager
+from dcp_rs.transfer.buffers import shared_blocks
 
 _checkpointer: Any = framework("torchtitan.components.checkpointer", "torchtitan")
 _tools: Any = framework("torchtitan.tools.utils", "torchtitan")
@@ -68,7 +68,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         self._saved_last = ""
         self.stager: Any
         if self.async_mode == _Mode.ASYNC_WITH_PINNED_MEM:
-            self.stager = HostStager(cache=True)
+            self.stager = shared_blocks  # without one, torchtitan makes one of torch's
 
     @torch.no_grad()
     def dcp_save(
@@ -100,8 +100,8 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
                 state_dict,
                 checkpoint_id,
                 process_group=self.pg,
-                stager=self.stager,
                 async_staging=True,  # torchtitan waits before the optimizer steps
+                max_copies=1,
                 **self._write_options,
             )
             result = AsyncSaveResponse(staging_completion=saving.staged, upload_completion=saving)
@@ -214,4 +214,4 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         stager, self.stager = getattr(self, "stager", None), None
         super()._close()
         if stager is not None:
-            stager.release()
+            stager.clear()

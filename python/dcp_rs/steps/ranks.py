@@ -14,7 +14,7 @@ from dcp_rs import _torch, api
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.ranks import RankGroup, check_group, has_group
 from dcp_rs.errors import PlanError
-from dcp_rs.transfer.stage import HostStager
+from dcp_rs.transfer.buffers import shared_blocks
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -48,7 +48,6 @@ class ManagerRanks(RankGroup):
             "no_dist": is_alone,
         }
         self.pending: SaveFuture | None = None
-        self._stager = HostStager(cache=True)  # keeps the host memory for the next save
 
     def decide(self, step: int | None, work: Callable[[], T]) -> T:
         """Call ``work`` on the coordinator. Return its result, or raise its error, on all ranks.
@@ -117,7 +116,7 @@ class ManagerRanks(RankGroup):
         self.pending = done = SaveFuture()
         saving_ranks = self.saving_ranks()
         try:
-            saving = api.async_save(state_dict, path, stager=self._stager, **options)
+            saving = api.async_save(state_dict, path, max_copies=1, **options)
         except BaseException as error:
             # Other ranks may not have this error. The next call raises it on all.
             done.staged.set_result(None)
@@ -171,7 +170,7 @@ class ManagerRanks(RankGroup):
 
     def close(self) -> None:
         """Release host memory, and destroy the groups. A rank that waits in one gets an error."""
-        self._stager.release()
+        shared_blocks.clear()
         # A group closes its connections once nothing refers to it.
         self.process_group, self.options = None, {}
         while self._groups and dist.is_initialized():

@@ -13,79 +13,27 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_rs import _torch
-from dcp_rs._arguments import suggest_option
-from dcp_rs._reports import short_repr
 from dcp_rs.errors import StateChangedError
 from dcp_rs.tensors.dtypes import as_integers
 from dcp_rs.tensors.memory import changes_seen, clone, identity, why_not_raw
 from dcp_rs.tensors.nesting import map_leaves
 from dcp_rs.tensors.regions import ALIGNMENT
-from dcp_rs.transfer.buffers import BLOCK_BYTES, SLAB_BYTES, BlockPool, host_memory, shared_blocks
+from dcp_rs.transfer.buffers import BLOCK_BYTES, SLAB_BYTES, BlockPool, host_memory
 from dcp_rs.transfer.copy_stream import CopyStream, Pair, Transfer, copy_stream_for, is_accelerator
 
 #: Tensors of a device up to this size are gathered there, and copied together.
 _SMALL_BYTES = 1 << 20
 
 
-class HostStager:
-    """A stager that copies state dicts to host memory, pinned for tensors of an accelerator.
-
-    The memory stays after the save, for the next copy of about the same size.
-    :func:`dcp_rs.release_pinned_memory` frees it.
-
-    Args:
-        cache: make one copy at a time: it then waits for the saves before it. Otherwise two copies
-            may exist.
-
-    Example:
-        ```python
-        stager = dcp_rs.HostStager(cache=True)  # once; the next save copies to the same memory
-        future = dcp_rs.async_save({"model": model}, "ckpt", stager=stager)
-        future.result()
-        ```
-    """
-
-    @suggest_option
-    def __init__(self, *, cache: bool = False) -> None:
-        self.cache = cache
-
-    def __repr__(self) -> str:
-        return short_repr(self, **({"cache": True} if self.cache else {}))
-
-    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy a state dict to host memory. The original may change once this returns.
-
-        Args:
-            state_dict: the state dict to copy, with its dicts, lists and values.
-
-        Returns:
-            The copy, in memory of its own.
-
-        Example:
-            ```python
-            copy = dcp_rs.HostStager().stage({"model": model.state_dict()})
-            ```
-        """
-        leaves: list[Any] = []
-        map_leaves(state_dict, leaves.append)
-        staging = Staging(dict(enumerate(leaves)), None)
-        staging.finish()
-        copies = iter(staging.values.values())
-        staged: dict[str, Any] = map_leaves(state_dict, lambda _: next(copies))
-        return staged
-
-    def release(self) -> None:
-        """Free the memory that saves in the background keep for the next copy.
-
-        Example:
-            ```python
-            stager = dcp_rs.HostStager(cache=True)
-            dcp_rs.async_save({"model": model}, "ckpt", stager=stager).result()
-            stager.release()
-            ```
-        """
-        if self.cache:
-            shared_blocks.clear()
+def stage(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a state dict to host memory of its own. The original may change once this returns."""
+    leaves: list[Any] = []
+    map_leaves(state_dict, leaves.append)
+    staging = Staging(dict(enumerate(leaves)), None)
+    staging.finish()
+    copies = iter(staging.values.values())
+    staged: dict[str, Any] = map_leaves(state_dict, lambda _: next(copies))
+    return staged
 
 
 class Staging:

@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-import dcp_rs
 from dcp_rs.transfer import buffers
 from dcp_rs.transfer.buffers import BlockPool
-from dcp_rs.transfer.stage import HostStager, Staging
+from dcp_rs.transfer.stage import Staging, stage
 from support import assert_state_equal, dtypes_state, nested_state, shapes_state
-from support.threads import copies_held_up
 
 
 def test_a_staged_copy_is_a_copy():
@@ -22,7 +20,7 @@ def test_a_staged_copy_is_a_copy():
         "shapes": shapes_state(),
         "pair": (torch.ones(2), [1]),
     }
-    staged = HostStager().stage(state)
+    staged = stage(state)
     assert_state_equal(contiguous(staged), contiguous(state))
     state["buffers"][0].zero_()
     state["pair"][0].zero_()
@@ -60,23 +58,6 @@ def test_the_memory_of_a_copy_serves_the_next_once_it_is_released():
     assert second.values["a"].all()
 
 
-def test_a_stager_with_a_cache_waits_for_the_save_before(tmp_path):
-    stager = HostStager(cache=True)
-    with copies_held_up() as go:
-        future = dcp_rs.async_save(
-            {"w": torch.ones(100)}, tmp_path / "1", stager=stager, async_staging=True
-        )
-        threading.Timer(0.1, go.set).start()
-        dcp_rs.async_save({"w": torch.zeros(100)}, tmp_path / "2", stager=stager).result(60)
-    assert future.done()
-
-
-def test_a_copy_that_is_the_callers_is_nobody_elses():
-    stager = HostStager(cache=True)
-    kept = [stager.stage({"w": torch.full((100,), float(i))})["w"] for i in range(3)]
-    assert [copy[0].item() for copy in kept] == [0, 1, 2]
-
-
 def test_tied_weights_are_staged_once_and_stay_tied():
     model = torch.nn.ModuleDict(
         {"embed": torch.nn.Embedding(300, 40), "head": torch.nn.Linear(40, 300, bias=False)}
@@ -94,7 +75,7 @@ def test_tied_weights_are_staged_once_and_stay_tied():
     with torch.no_grad():
         state["conj"] = torch.view_as_complex(weight.view(-1, 2)).conj()
         state["unconj"] = torch.view_as_complex(weight.view(-1, 2))
-    staged = HostStager().stage(state)
+    staged = stage(state)
     assert_state_equal(
         dict(staged), {name: value.detach().resolve_conj() for name, value in state.items()}
     )
@@ -110,7 +91,7 @@ def test_tensors_that_are_copied_by_their_class(inference):
     """In inference mode torch refuses to detach a wrapper; and the copy of one that requires grad did not."""
     two = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.zeros(3)))
     with torch.inference_mode(inference):
-        staged = HostStager().stage({"two": two, "sparse": torch.eye(3).to_sparse()})
+        staged = stage({"two": two, "sparse": torch.eye(3).to_sparse()})
     with torch.no_grad():
         two.a.fill_(2)
     copied = staged["two"]
@@ -125,7 +106,7 @@ def test_tensors_that_are_copied_by_their_class(inference):
 def test_bits_are_copied(dtype):
     """The copy was the tensor itself, because torch cannot clone the dtype."""
     raw = torch.arange(8, dtype=torch.uint8)
-    staged = HostStager().stage({"x": raw.view(dtype)})
+    staged = stage({"x": raw.view(dtype)})
     raw.zero_()
     assert staged["x"].dtype == dtype
     assert staged["x"].view(torch.uint8).tolist() == list(range(8))
