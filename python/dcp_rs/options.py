@@ -174,12 +174,7 @@ def given(options: Any) -> dict[str, Any]:
 class _Options:
     """Base of the options of reads and writes, which are dataclasses."""
 
-    threads: int | None
     max_inflight_bytes: int | None
-
-    def __post_init__(self) -> None:
-        check_positive("threads", self.threads)
-        check_positive("max_inflight_bytes", self.max_inflight_bytes)
 
     def inflight_bytes(self, *, accelerator: bool) -> int:
         """Return the bound for tensors on the CPU or on an accelerator."""
@@ -315,7 +310,8 @@ class ReadOptions(_Options):
         check_choice("io", self.io, "auto", "mmap", "direct", "buffered")
         check_choice("verify", self.verify, "auto", True, False)
         check_choice("shared", self.shared, True, False, None)
-        super().__post_init__()
+        check_positive("threads", self.threads)
+        check_positive("max_inflight_bytes", self.max_inflight_bytes)
 
     def engine(self) -> dict[str, Any]:
         """Return keyword arguments for the engine."""
@@ -367,7 +363,8 @@ class WriteOptions(_Options):
     def __post_init__(self) -> None:
         check_choice("io", self.io, "auto", "direct", "buffered")
         check_choice("fsync", self.fsync, True, False)
-        super().__post_init__()
+        check_positive("threads", self.threads)
+        check_positive("max_inflight_bytes", self.max_inflight_bytes)
 
     def engine(self, *, remote: bool = False) -> dict[str, Any]:
         """Return keyword arguments for the engine; ``remote`` for an object store."""

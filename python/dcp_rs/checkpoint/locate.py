@@ -82,7 +82,7 @@ class LoadSource:
 
     @classmethod
     def of(cls, path: StrPath, options: Mapping[str, Any]) -> LoadSource:
-        """Return the source for arguments of :class:`dcp_rs.RsReader`.
+        """Return the source for arguments of :class:`dcp_rs.RsReader` that ``take_options`` took.
 
         Raises:
             ValueError, TypeError, UnsupportedError: an option has an invalid value.
@@ -95,7 +95,6 @@ class LoadSource:
             path=location(path),
             read=ReadOptions(**of_read),
             weights_only=weights_only is None or weights_only,
-            storage_options=StorageOptions.of(rest.pop("storage_options", None)),
             views=Views.of(rest.pop("dequantize", None), rest.pop("views", None)),
             tiers=_tier_folders(rest.pop("tiers", None)),
             **rest,

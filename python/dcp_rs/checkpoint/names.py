@@ -239,6 +239,7 @@ class LoadNames:
         stored: returns the names of the checkpoint. Without it, nothing is renamed.
 
     Attributes:
+        is_selective: there is an ``include`` or ``exclude``.
         unnamed: names to load that no stored name is renamed to, after :meth:`choose`.
     """
 
@@ -250,6 +251,7 @@ class LoadNames:
         stored: Callable[[], Iterable[str]] | None = None,
     ) -> None:
         self._passes = selector(include, exclude)
+        self.is_selective = self._passes is not every
         self.unnamed: list[str] = []
         self._stored: dict[str, str] | None = None  # by their new names, with rename=
         self._twice: dict[str, str] = {}
@@ -258,11 +260,6 @@ class LoadNames:
             for name in stored():
                 if self._stored.setdefault(new_name(name), name) != name:
                     self._twice[new_name(name)] = name
-
-    @property
-    def is_selective(self) -> bool:
-        """True if there is an ``include`` or ``exclude``."""
-        return self._passes is not every
 
     def wants(self, fqn: str) -> bool:
         """Return whether to load an entry of the state dict."""

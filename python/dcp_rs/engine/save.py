@@ -165,7 +165,7 @@ class SaveOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SaveOptions:
-        """Return the options for arguments of :func:`dcp_rs.save`.
+        """Return the options for arguments of :func:`dcp_rs.save` that ``take_options`` took.
 
         Raises:
             ValueError, TypeError, UnsupportedError: an option has an invalid value.
@@ -180,7 +180,6 @@ class SaveOptions:
         return cls(
             write=WriteOptions(**of_write),
             dtype=parse_dtype(rest.pop("dtype", None)),
-            storage_options=StorageOptions.of(rest.pop("storage_options", None)),
             **rest,
         )
 
