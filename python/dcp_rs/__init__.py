@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from dcp_rs.checkpoint.fused_experts import views_for
     from dcp_rs.checkpoint.index import index
     from dcp_rs.checkpoint.locate import exists
+    from dcp_rs.checkpoint.open import Checkpoint, ReadReport
     from dcp_rs.checkpoint.open import open as open  # noqa: A004  # as in safetensors
-    from dcp_rs.checkpoint.torch_checkpoint import Checkpoint, ReadReport
     from dcp_rs.checkpoint.verify import VerifyReport, verify
     from dcp_rs.checkpoint.views import Concat, Split, Stack, Transpose, Unstack
     from dcp_rs.conversion import ConvertReport, convert
@@ -82,9 +82,8 @@ __all__ = [
 _MODULES = {
     "api": ("async_save", "load", "load_state_dict", "save"),
     "checkpoint.clean": ("CleanReport", "Leftover", "clean"),
-    "checkpoint.open": ("open",),
     "checkpoint.fused_experts": ("views_for",),
-    "checkpoint.torch_checkpoint": ("Checkpoint", "ReadReport"),
+    "checkpoint.open": ("Checkpoint", "ReadReport", "open"),
     "checkpoint.locate": ("exists",),
     "checkpoint.views": ("Concat", "Split", "Stack", "Transpose", "Unstack"),
     "conversion": ("ConvertReport", "convert"),

@@ -138,3 +138,15 @@ def check_arguments(function: Callable[..., Any], passed: Iterable[str]) -> None
     shown = called if is_class or "." in called else f"{module}.{called}"
     msg = f"{shown}{'' if is_class else '()'} has no option {unknown!r}"
     raise TypeError(msg if hint is None else f"{msg}: {hint}") from None
+
+
+def choose_argument(name: str, value: Any, stock_name: str, stock_value: Any) -> Any:
+    """Return the value of an option that torch gives another name.
+
+    Raises:
+        ValueError: both are given, and differ.
+    """
+    if value is not None and stock_value is not None and value != stock_value:
+        msg = f"{stock_name}={stock_value!r} and {name}={value!r}: they are one option"
+        raise ValueError(msg)
+    return stock_value if value is None else value

@@ -16,7 +16,7 @@ import dcp_rs
 from compat.build_v1 import ADOPTED, describe
 from compat.everything import DTYPES, expected
 from dcp_rs import RsReader, _core
-from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
+from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.nesting import like

@@ -133,7 +133,7 @@ def test_a_class_shows_what_users_call(name):
 RESULTS = (
     "checkpoint.entries.ChunkInfo",
     "checkpoint.entries.TensorInfo",
-    "checkpoint.torch_checkpoint.TensorSlice",
+    "checkpoint.open.TensorSlice",
     "checkpoint.verify.Problem",
     "engine.reports.Mismatch",
     "steps.step_store.SkippedStep",

@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         "file-left-open",
-        "python/dcp_rs/checkpoint/torch_checkpoint.py",
+        "python/dcp_rs/checkpoint/open.py",
         "        self._closed = True\n        self._files = {}\n",
         "        self._closed = True\n",
         ("tests/dcp/test_open_files.py",),

@@ -23,7 +23,7 @@ from dcp_rs._reports import short_repr
 from dcp_rs._url import StrPath, location
 from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.checkpoint.names import LoadNames
-from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
+from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.engine.load import Reads, check_something, plan_reads
 from dcp_rs.engine.matching import LoadOptions, check_cast
 from dcp_rs.engine.metadata import index_of

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_rs import _core, _torch
-from dcp_rs._arguments import suggest_option
+from dcp_rs._arguments import choose_argument, suggest_option
 from dcp_rs._log import current_rank
 from dcp_rs._progress import Counts, watching
 from dcp_rs._reports import short_repr
@@ -29,9 +29,8 @@ from dcp_rs._url import StrPath, location
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.checkpoint.metadata import warn_of_left_out
-from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
+from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.dcp.load_planner import RsLoadPlanner
-from dcp_rs.dcp.stock_arguments import choose_argument
 from dcp_rs.engine import cache_sharing
 from dcp_rs.engine.load import check_same_save
 from dcp_rs.engine.matching import warn_of_left_out_state

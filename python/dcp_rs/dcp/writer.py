@@ -29,12 +29,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_rs import _core, _torch
-from dcp_rs._arguments import suggest_option
+from dcp_rs._arguments import choose_argument, suggest_option
 from dcp_rs._reports import short_repr
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.folders import rank_index_name, warn_of_foreign_model
-from dcp_rs.dcp.stock_arguments import choose_argument
 from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.load import call_state_dicts
 from dcp_rs.engine.local_plan import Writes, check_complete

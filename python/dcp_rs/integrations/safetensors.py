@@ -15,7 +15,7 @@ from dcp_rs._arguments import check_arguments, suggest_option
 from dcp_rs._url import StrPath, absolute
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.torch_checkpoint import Checkpoint, read_whole
+from dcp_rs.checkpoint.open import Checkpoint, read_whole
 from dcp_rs.conversion.job import aborting
 from dcp_rs.conversion.output import new_output
 from dcp_rs.conversion.safetensors import header, why_not_of

@@ -20,8 +20,8 @@ from dcp_rs.checkpoint.folders import checkpoint_path, local_path
 from dcp_rs.checkpoint.fused_experts import read_config
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import explain_missing, renamer, selector
+from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.checkpoint.source import IndexSource
-from dcp_rs.checkpoint.torch_checkpoint import Checkpoint
 from dcp_rs.conversion import ConvertReport, convert
 from dcp_rs.conversion.output import check_output, new_output
 from dcp_rs.errors import CheckpointExistsError, PlanError

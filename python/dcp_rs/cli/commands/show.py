@@ -71,7 +71,7 @@ def _show(
         else:
             line(contents.value_text(entry, 1_000_000))
         return
-    from dcp_rs.checkpoint.torch_checkpoint import Checkpoint  # it imports torch
+    from dcp_rs.checkpoint.open import Checkpoint  # it imports torch
     from dcp_rs.options import ReadOptions
 
     with Checkpoint(contents.index, options=ReadOptions()) as checkpoint:
