@@ -46,6 +46,9 @@ def one_of_each(path: Path) -> dict[str, torch.Tensor]:
         quantized.mxfp8("g.inverse", 6, 96, seed=21, end="_scale_inv"),
         quantized.mxfp4_rows("h.modelopt", 6, 72, seed=22, modelopt=True),
         quantized.mxfp4_rows("h.compressed", 33, 2048, seed=23, modelopt=False),
+        quantized.comfy("i.mxfp8", 160, 224, seed=24, form="mxfp8"),
+        quantized.comfy("i.nvfp4", 272, 176, seed=25, form="nvfp4"),
+        quantized.comfy("i.large", 272, 2048, seed=26, form="nvfp4"),
     ]
     flat = next(stored for stored, _ in made if "b.flat.weight" in stored)
     flat["b.flat.weight_scale"] = flat["b.flat.weight_scale"].flatten()
@@ -186,6 +189,9 @@ def test_strided_destinations_and_slices(tmp_path):
             "g.mxfp8.weight",
             "h.modelopt.weight",
             "h.compressed.weight",
+            "i.mxfp8.weight",
+            "i.nvfp4.weight",
+            "i.large.weight",
         ]
     ),
 )
@@ -587,7 +593,9 @@ def test_files_of_comfyui(tmp_path):
     new = {
         "m.weight": weight,
         "m.weight_scale": scale,
-        "m.comfy_quant": as_json({"format": "float8_e4m3fn", "full_precision_matrix_mult": True}),
+        "m.comfy_quant": quantized.as_json(
+            {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
+        ),
         "m.input_scale": torch.ones(()),
         "m.bias": torch.ones(6),
     }
@@ -625,8 +633,42 @@ def test_one_scale_for_a_weight_of_many_matrices(tmp_path, shape, end, scale_sha
         assert same(part, expected[1:3, 1:, 2:].contiguous())
 
 
-def as_json(value):
-    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+@pytest.mark.parametrize(("form", "group"), [("mxfp8", 32), ("nvfp4", 16)])
+def test_scales_of_comfyui_are_in_tiles(tmp_path, form, group):
+    """They were refused, and before that decoded as those of others: modelopt's have the same names and, here, shapes."""
+    tensors, whole = quantized.comfy("m", 128, 4 * group, seed=1, form=form)
+    more = {"m.bias": torch.ones(128), "m.input_scale": torch.ones(())}
+    save_file({**tensors, **more}, tmp_path / "new.safetensors")
+    del tensors["m.comfy_quant"]
+    layers = {"m": {"format": form, "group_size": group, "full_precision_matrix_mult": True}}
+    about = {"_quantization_metadata": json.dumps({"layers": layers})}
+    save_file({**tensors, **more}, tmp_path / "old.safetensors", metadata=about)
+    for name in ("new", "old"):
+        checkpoint = dcp_rs.open(tmp_path / f"{name}.safetensors", dequantize=torch.float32)
+        assert sorted(checkpoint) == ["m.bias", "m.weight"]
+        assert same(checkpoint["m.weight"], whole)
+
+
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors, scale: tensors.update({"m.weight_scale": scale[:, :-1]}),
+        lambda tensors, scale: tensors.update({"m.weight_scale": scale[:127]}),
+        lambda tensors, scale: tensors.update({"m.weight_scale": scale.flatten()}),
+        lambda tensors, scale: tensors.update({"m.weight_scale": scale.float()}),
+        lambda tensors, scale: tensors.update({"m.weight": tensors["m.weight"].unflatten(0, (2, -1))}),
+        lambda tensors, scale: tensors.update({"m.weight": torch.ones(96, 64)}),
+        lambda tensors, scale: tensors.pop("m.weight_scale"),
+        lambda tensors, scale: tensors.pop("m.weight"),
+    ],
+)  # fmt: skip
+def test_parts_that_are_not_as_comfyui_describes_them_are_refused(tmp_path, form, change):
+    tensors, _ = quantized.comfy("m", 96, 64, seed=1, form=form)
+    change(tensors, tensors["m.weight_scale"])
+    quantized.write(tmp_path, tensors)
+    with pytest.raises(dcp_rs.QuantizationError, match=r"m\.weight"):
+        dcp_rs.open(tmp_path, dequantize=True)
 
 
 @pytest.mark.parametrize(
@@ -634,15 +676,17 @@ def as_json(value):
     [
         {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256},
         {"format": "float8_e4m3fn", "convrot": True},
-        {"format": "mxfp8"},
-        {"format": "nvfp4"},
+        {"format": "mxfp8", "group_size": 16},
+        {"format": "nvfp4", "convrot": True},
+        {"format": "nvfp4", "orig_shape": [100, 60]},
+        {"format": "hybrid_mxfp8"},
         {},
     ],
 )
 def test_other_formats_of_comfyui_are_refused(tmp_path, about):
     """NVFP4 with the high half first and scales in tiles was decoded as that of modelopt."""
     tensors, _ = quantized.nvfp4("m", 128, 64, seed=1, modelopt=True)
-    save_file({**tensors, "m.comfy_quant": as_json(about)}, tmp_path / "new.safetensors")
+    save_file({**tensors, "m.comfy_quant": quantized.as_json(about)}, tmp_path / "new.safetensors")
     metadata = {"_quantization_metadata": json.dumps({"layers": {"m": about}})}
     save_file(tensors, tmp_path / "old.safetensors", metadata=metadata)
     for name in ("new", "old"):
@@ -687,6 +731,68 @@ def test_modelopts_own_file_counts(tmp_path):
         else:
             with pytest.raises(dcp_rs.QuantizationError, match=algorithm):
                 dcp_rs.open(tmp_path, dequantize=True)
+
+
+@pytest.mark.parametrize("is_spread", [True, False])
+def test_modelopts_blocks_of_fp8(tmp_path, is_spread):
+    """Its scales of blocks keep the dimensions within a block, and its configuration tells no size of blocks."""
+    stored, whole = quantized.fp8("m", 130, 300, seed=1)
+    scale = stored["m.weight_scale_inv"]
+    tensors = {"m.weight": stored["m.weight"], "m.weight_scale": scale}
+    if is_spread:
+        tensors["m.weight_scale"] = scale[:, None, :, None]
+    small, small_whole = quantized.channel("n", 9, 40, seed=2, scale_shape=())
+    quantized.write(tmp_path, {**tensors, **small})
+    for about in (
+        {"quant_algo": "fp8_pb_wo"},
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"m": {"quant_algo": "FP8_PB_WO"}}},
+    ):
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": about}))
+        checkpoint = dcp_rs.open(tmp_path, dequantize=torch.float32)
+        assert same(checkpoint["m.weight"], whole)
+        assert same(checkpoint["n.weight"], small_whole)
+        part = checkpoint.get_slice("m.weight")[120:, 100:290]
+        assert same(part, whole[120:, 100:290].contiguous())
+    (tmp_path / "hf_quant_config.json").unlink()
+    with pytest.raises(dcp_rs.QuantizationError, match=r"m\.weight"):
+        dcp_rs.open(tmp_path, dequantize=True)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 1), (3, 1, 1)])
+def test_modelopts_scales_of_experts(tmp_path, shape):
+    """The experts of Llama 4 are parameters without `.weight`, with a scale for each or one for all."""
+    weight = quantized.codes(3, 40, 24, seed=1, dtype=torch.float8_e4m3fn)
+    scale = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    more = {"e.gate_up_proj_input_scale": torch.ones(())}
+    stored = {"e.gate_up_proj": weight, "e.gate_up_proj_weight_scale": scale, **more}
+    quantized.write(tmp_path, stored)
+    checkpoint = dcp_rs.open(tmp_path, dequantize=torch.float32)
+    assert list(checkpoint) == ["e.gate_up_proj"]
+    whole = weight.float() * (scale.reshape(3, 1, 1) if shape else scale)
+    assert same(checkpoint["e.gate_up_proj"], whole)
+    part = checkpoint.get_slice("e.gate_up_proj")[1:, 5:30, 3:]
+    assert same(part, whole[1:, 5:30, 3:].contiguous())
+
+
+@pytest.mark.parametrize("shape", [(40,), (24,), (3, 40), (3, 24), (3, 40, 1), (3, 1, 24), (2,)])
+def test_other_scales_of_experts_are_refused(tmp_path, shape):
+    """Modelopt itself cannot tell rows from columns in square weights."""
+    weight = quantized.codes(3, 40, 24, seed=1, dtype=torch.float8_e4m3fn)
+    quantized.write(tmp_path, {"e.up": weight, "e.up_weight_scale": torch.ones(shape)})
+    with pytest.raises(dcp_rs.QuantizationError, match=r"e\.up"):
+        dcp_rs.open(tmp_path, dequantize=True)
+
+
+def test_packed_experts_of_modelopt_are_refused(tmp_path):
+    """NVFP4 experts of Llama 4 are packed along their rows, and nothing but the shapes says so."""
+    stored = {
+        "e.up": quantized.codes(3, 32, 24, seed=1),
+        "e.up_weight_scale": quantized.codes(3, 4, 24, seed=1, dtype=torch.float8_e4m3fn),
+        "e.up_weight_scale_2": torch.ones(()),
+    }
+    quantized.write(tmp_path, stored)
+    with pytest.raises(dcp_rs.QuantizationError, match=r"e\.up"):
+        dcp_rs.open(tmp_path, dequantize=True)
 
 
 def test_modelopt_writes_mxfp4_in_lower_case(tmp_path):

@@ -1,4 +1,4 @@
-"""Weights that compressed-tensors and modelopt quantized, loaded as these libraries decode them. `make test-frameworks` runs it."""
+"""Weights that compressed-tensors, modelopt and comfy-kitchen quantized, loaded as these libraries decode them. `make test-frameworks` runs it."""
 
 import json
 
@@ -7,6 +7,9 @@ import torch
 
 compressed_tensors = pytest.importorskip(
     "compressed_tensors", reason="compressed-tensors is not installed: make test-frameworks"
+)
+comfy_kitchen = pytest.importorskip(
+    "comfy_kitchen.tensor", reason="comfy-kitchen is not installed: make test-frameworks"
 )
 modelopt = pytest.importorskip(
     "modelopt.torch.quantization", reason="nvidia-modelopt is not installed: make test-frameworks"
@@ -105,6 +108,7 @@ def llama():
     [
         ("FP8_DEFAULT_CFG", FP8QTensor, None),
         ("FP8_PER_CHANNEL_PER_TOKEN_CFG", FP8QTensor, None),
+        ("FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", FP8QTensor, 128),
         ("MXFP8_DEFAULT_CFG", MXFP8QTensor, 32),
         ("MXFP4_DEFAULT_CFG", MXFP4QTensor, 32),
         ("NVFP4_DEFAULT_CFG", NVFP4QTensor, 16),
@@ -127,7 +131,72 @@ def test_modelopt(tmp_path, config, kind, group):
         how = {"scale": scale if group else scale.reshape(-1, 1)}
         if group:
             how["block_sizes"] = {-1: group}
+        if kind is FP8QTensor and group:  # scales keep the dimensions within a block
+            how = {
+                "scale": scale.reshape(scale.shape[::2] or (1, 1)),
+                "block_sizes": {-1: group, -2: group},
+            }
         if kind is NVFP4QTensor:
             how["double_scale"] = stored[f"{name}_scale_2"]
         whole = kind(shapes[name], torch.float32, stored[name])
         assert torch.equal(loaded[name], whole.dequantize(dtype=torch.float32, **how)), name
+
+
+@pytest.mark.parametrize("config", ["FP8_DEFAULT_CFG", "FP8_PER_CHANNEL_PER_TOKEN_CFG"])
+def test_fused_experts_of_modelopt(tmp_path, config):
+    """One scale for all experts, or one for each."""
+    torch.manual_seed(0)
+    sizes = transformers.Llama4TextConfig(
+        architectures=["Llama4ForCausalLM"],
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        intermediate_size_mlp=96,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=3,
+        interleave_moe_layer_step=1,
+    )
+    model = transformers.Llama4ForCausalLM(sizes).bfloat16().eval()
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    text = torch.arange(32)[None]
+    modelopt.quantize(model, getattr(modelopt, config), forward_loop=lambda model: model(text))
+    export_hf_checkpoint(model, export_dir=str(tmp_path))
+    stored = load_file(tmp_path / "model.safetensors")
+
+    loaded = dcp_rs.open(tmp_path, dequantize=torch.float32)
+    assert {name: loaded.info(name).shape for name in loaded} == shapes
+    experts = [name for name in loaded if f"{name}_weight_scale" in stored]
+    assert len(experts) == 2
+    for name in experts:
+        scale = stored[f"{name}_weight_scale"]
+        how = {"scale": scale.reshape(-1, 1, 1) if scale.ndim else scale}
+        whole = FP8QTensor(shapes[name], torch.float32, stored[name])
+        assert torch.equal(loaded[name], whole.dequantize(dtype=torch.float32, **how)), name
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (160, 224), (96, 2048)])
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [
+        ("float8_e4m3fn", comfy_kitchen.TensorCoreFP8Layout),
+        ("mxfp8", comfy_kitchen.TensorCoreMXFP8Layout),
+        ("nvfp4", comfy_kitchen.TensorCoreNVFP4Layout),
+    ],
+)
+def test_comfy_kitchen(tmp_path, form, layout, shape):
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    stored, params = layout.quantize(weight)
+    tensors = layout.state_dict_tensors(stored, params)
+    about = torch.tensor(list(json.dumps({"format": form}).encode()), dtype=torch.uint8)
+    file = tmp_path / "model.safetensors"
+    tensors = {f"m.weight{end}": tensor for end, tensor in tensors.items()}
+    save_file({**tensors, "m.comfy_quant": about}, file)
+
+    loaded = dcp_rs.open(file, dequantize=torch.float32)
+    assert list(loaded) == ["m.weight"]
+    assert torch.equal(loaded["m.weight"], layout.dequantize(stored, params))
+    assert (loaded["m.weight"] - weight).abs().max() < 1

@@ -204,6 +204,38 @@ def nvfp4(
     return tensors, FP4[nibbles(packed)] * repeated(scales, rows, columns, (1, 16))
 
 
+def in_tiles(scale: torch.Tensor) -> torch.Tensor:
+    """Scales in the tiles of 128 x 4 that cuBLAS takes: "Block scaling factors layout" in its documentation."""
+    rows, columns = scale.shape
+    down, across = -(-rows // 128), -(-columns // 4)
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)
+    tile = row // 128 * across + column // 4
+    tiles = torch.zeros(down * across * 512, dtype=torch.uint8)
+    at = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+    tiles[at] = scale.view(torch.uint8)
+    return tiles.view(down * 128, across * 4).view(scale.dtype)
+
+
+def as_json(value: Any) -> torch.Tensor:
+    """A description of a layer, as ComfyUI stores it."""
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def comfy(
+    name: str, rows: int, columns: int, *, seed: int, form: str
+) -> tuple[Tensors, torch.Tensor]:
+    """MXFP8 or NVFP4 of ComfyUI: scales in tiles, and the high half of a byte first."""
+    if form == "mxfp8":
+        tensors, whole = mxfp8(name, rows, columns, seed=seed, dtype=torch.float8_e8m0fnu)
+    else:
+        tensors, whole = nvfp4(name, rows, columns, seed=seed, modelopt=True)
+        packed = tensors[f"{name}.weight"]
+        tensors[f"{name}.weight"] = packed >> 4 | packed << 4
+    tensors[f"{name}.weight_scale"] = in_tiles(tensors[f"{name}.weight_scale"])
+    tensors[f"{name}.comfy_quant"] = as_json({"format": form})
+    return tensors, whole
+
+
 def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether they are the same to the bit, but for what a NaN is made of."""
     if got.dtype != expected.dtype or got.shape != expected.shape:

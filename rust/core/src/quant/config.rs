@@ -32,8 +32,12 @@ const FORMATS: [&str; 8] = [
     "mxfp8-quantized",
     "mixed-precision",
 ];
-const ALGORITHMS: [&str; 9] = [
+/// `modelopt`'s FP8 with scales of blocks, which are always of this size.
+const FP8_BLOCKS: &str = "FP8_PB_WO";
+const FP8_BLOCK: [u64; 2] = [128, 128];
+const ALGORITHMS: [&str; 10] = [
     "FP8",
+    FP8_BLOCKS,
     "FP8_PER_CHANNEL_PER_TOKEN",
     "MXFP8",
     "MXFP4",
@@ -96,6 +100,12 @@ impl Config {
         };
         for layer in values(&config["quantized_layers"]) {
             one_of(&layer["quant_algo"], "quant_algo", &ALGORITHMS, false)?;
+        }
+        let has_blocks = std::iter::once(config)
+            .chain(values(&config["quantized_layers"]))
+            .any(|about| one_of(&about["quant_algo"], "", &[FP8_BLOCKS], false).is_ok());
+        if has_blocks {
+            found.block = found.block.or(Some(FP8_BLOCK));
         }
         for group in values(&config["config_groups"]) {
             one_of(&group["format"], "format", &FORMATS, true)?;

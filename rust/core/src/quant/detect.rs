@@ -8,7 +8,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::known::{self, ACTIVATIONS, KNOWN, Known, Scaling, UNKNOWN};
-use super::{Coded, Config, Format, Target};
+use super::{Coded, Config, Format, Order, TILE, Target};
 use crate::format::{Index, Kind};
 use crate::geometry::Dims;
 use crate::{Dtype, Error, Result, json};
@@ -37,6 +37,8 @@ pub struct About {
 
 /// End of the name of a tensor with `ComfyUI`'s description of a layer, as JSON.
 const COMFY: &str = ".comfy_quant";
+/// `ComfyUI`'s name of a format that others have as well.
+const COMFY_FP8: &str = "float8_e4m3fn";
 /// Name of a tensor in older files of `ComfyUI`. Its dtype is that of the quantized weights.
 const COMFY_SCALED: &str = "scaled_fp8";
 
@@ -66,6 +68,7 @@ pub fn detect(index: &Arc<Index>, about: About, target: Target) -> Result<Found>
         config: about.config.unwrap_or_default(),
         target,
         small: about.small,
+        layers: HashMap::new(),
         found: Found::default(),
         is_part: vec![false; index.tensor_count() as usize],
     };
@@ -182,6 +185,8 @@ struct Detector<'a> {
     config: Config,
     target: Target,
     small: HashMap<u32, Vec<u8>>,
+    /// `ComfyUI`'s formats of layers, but for those that others have as well.
+    layers: HashMap<String, &'static str>,
     found: Found,
     is_part: Vec<bool>,
 }
@@ -244,24 +249,39 @@ impl Detector<'_> {
         for (layer, about) in layers {
             let name = format!("{layer}.weight");
             let format = about["format"].as_str().unwrap_or("none");
+            let known = KNOWN.iter().find(|known| known.layer == Some(format));
+            let is_group = |value: &Value| match known.map(|known| known.scaling) {
+                Some(Scaling::Columns(count)) => value.as_u64() == Some(count),
+                _ => false,
+            };
             let is_plain = |(key, value): (&String, &Value)| {
                 matches!(&**key, "format" | "full_precision_matrix_mult")
                     || matches!(value, Value::Null | Value::Bool(false))
+                    || key == "group_size" && is_group(value)
             };
-            if format != "float8_e4m3fn"
+            if (known.is_none() && format != COMFY_FP8)
                 || !about.as_object().is_some_and(|about| about.iter().all(is_plain))
             {
+                let formats: Vec<&str> = KNOWN.iter().filter_map(|known| known.layer).collect();
                 return self.bad(
                     &name,
                     format!(
-                        "ComfyUI's format {about} is not known; known is float8_e4m3fn. Take the \
-                         model that this one was made from, or its codes (without dequantize=)"
+                        "ComfyUI's format {about} is not known; known are {COMFY_FP8}, {}. Take \
+                         the model that this one was made from, or its codes (without dequantize=)",
+                        formats.join(", ")
                     ),
                 );
             }
+            let dtypes = known.map_or(&[COMFY_FP8][..], |known| known.codes.1);
             let codes = self.index.find(&name);
-            if codes.is_none_or(|codes| self.dtype(codes) != format) {
-                return self.bad(&name, format!("it should be {format}, as ComfyUI describes it"));
+            if codes.is_none_or(|codes| !dtypes.contains(&self.dtype(codes))) {
+                return self.bad(
+                    &name,
+                    format!("it should be {}, as ComfyUI describes it", dtypes.join(" or ")),
+                );
+            }
+            if let Some(format) = known.and_then(|known| known.layer) {
+                self.layers.insert(layer, format);
             }
         }
         Ok(())
@@ -270,8 +290,9 @@ impl Detector<'_> {
     /// Adds a weight if a tensor contains its codes.
     fn find_weight(&mut self, codes: u32) -> Result<()> {
         let (name, dtype) = (self.index.name(codes), self.dtype(codes));
+        let layer = name.strip_suffix(".weight").and_then(|layer| self.layers.get(layer));
         for known in &KNOWN {
-            if !known.codes.1.contains(&dtype) {
+            if known.layer != layer.copied() || !known.codes.1.contains(&dtype) {
                 continue;
             }
             let Some(stem) = name.strip_suffix(known.codes.0) else { continue };
@@ -342,6 +363,7 @@ impl Detector<'_> {
             shape,
             target: self.target,
             format: known.format,
+            order: known.order,
             block: block.map(|size| size.max(1)),
             codes: weight.codes,
             scale: weight.scale,
@@ -363,11 +385,28 @@ impl Detector<'_> {
         self.bad(&weight.name, reason)
     }
 
+    /// Returns an error if a weight has leading dimensions, or its tiles have another shape than the
+    /// scales of all blocks need.
+    fn check_tiles(&self, weight: &Weight<'_>, shape: &[u64], block: [u64; 2]) -> Result<()> {
+        let &[rows, columns] = shape else {
+            return self
+                .bad(&weight.name, format!("a weight of shape {shape:?} has no scales in tiles"));
+        };
+        let filled = |count: u64, step: u64| count.div_ceil(step).saturating_mul(step);
+        let groups = columns.div_ceil(block[1]);
+        self.check_shape(weight, weight.scale, &[filled(rows, TILE[0]), filled(groups, TILE[1])])
+    }
+
     /// Returns the shape of a weight, and that of the blocks with a scale.
     fn fp8(&self, weight: &Weight<'_>) -> Result<(Dims, [u64; 2])> {
         let (name, scale) = (&weight.name, weight.scale);
         let shape = self.index.tensor(weight.codes).shape;
         let (lead, rows, columns) = self.matrix(name, &shape)?;
+        if let (Order::Tiles, Scaling::Columns(count)) = (weight.known.order, weight.known.scaling)
+        {
+            self.check_tiles(weight, &shape, [1, count])?;
+            return Ok((shape, [1, count]));
+        }
         let scales = self.index.tensor(scale).shape;
         let grid = |block: [u64; 2]| {
             let mut sizes = Dims::from_slice(lead);
@@ -384,7 +423,7 @@ impl Detector<'_> {
         let is_grid = matches!(scaling, Scaling::Blocks | Scaling::BlocksOrTensor)
             && matches!(of_each, Some([_, _]));
         let block = match (scaling, of_each, configured) {
-            (Scaling::Tensor, ..) => [rows, columns],
+            (Scaling::Tensor | Scaling::Matrices, ..) => [rows, columns],
             (Scaling::Columns(count), ..) => [1, count],
             (.., Some(block)) if is_grid && grid(block) == scales => block,
             // Exponents for each 32 columns can stand beside blocks of another size.
@@ -397,7 +436,13 @@ impl Detector<'_> {
             _ => configured.unwrap_or([128, 128]),
         };
         let expected = grid(block);
+        // modelopt keeps the dimensions within a block.
+        let is_spread = configured == Some(block)
+            && matches!(of_each, Some(&[r, 1, c, 1]) if expected[lead.len()..] == [r, c]);
+        let is_short = scaling == Scaling::Matrices && matches!(of_each, Some([] | [1]));
         let fits = scales == expected
+            || is_spread
+            || is_short
             || is_one && block == [rows, columns]
             || scaling == Scaling::Rows && block == [1, columns] && of_each.is_some_and(is_row);
         if !fits {
@@ -429,6 +474,10 @@ impl Detector<'_> {
         };
         let mut shape = Dims::from_slice(outer);
         shape.push(columns);
+        if weight.known.order == Order::Tiles {
+            self.check_tiles(weight, &shape, [1, group])?;
+            return Ok((shape, [1, group]));
+        }
         let mut scales = Dims::from_slice(outer);
         scales.push(columns.div_ceil(group));
         self.check_shape(weight, weight.scale, &scales)?;

@@ -42,11 +42,19 @@ fn by(sizes: &[u64]) -> String {
     sizes.iter().map(u64::to_string).collect::<Vec<_>>().join("x")
 }
 
+/// Facts about a checkpoint: the blocks of its configuration, and `ComfyUI`'s format of the layer
+/// `t`.
+fn about(block: Option<[u64; 2]>, stored: &str) -> About {
+    let form = ["mxfp8", "nvfp4"].into_iter().find(|form| stored.contains(&format!("t.{form}")));
+    let layers = form.map(|form| (format!("t.{form}"), serde_json::json!({ "format": form })));
+    let config = block.map(|block| Config { block: Some(block), groups: Vec::new() });
+    About { config, layers: layers.into_iter().collect(), ..About::default() }
+}
+
 /// Describes the entries that a checkpoint has after detection, or names the tensor of the error.
 fn entries(stored: &str, block: Option<[u64; 2]>) -> String {
     let index = index(stored);
-    let config = block.map(|block| Config { block: Some(block), groups: Vec::new() });
-    match detect(&index, About { config, ..About::default() }, Target::Float32) {
+    match detect(&index, about(block, stored), Target::Float32) {
         Ok(found) => {
             let mut text = String::new();
             let is_coded = |tensor: u32| found.hidden.contains(&tensor);
@@ -171,6 +179,57 @@ fn packed_codes_and_their_scales() {
 }
 
 #[test]
+fn scales_in_tiles_belong_to_described_layers() {
+    for (stored, expected) in [
+        (
+            "t.mxfp8.weight float8_e4m3fn 130x160; t.mxfp8.weight_scale uint8 256x8",
+            "t.mxfp8.weight fp8 130x160 / 1x32",
+        ),
+        (
+            "t.mxfp8.weight float8_e4m3fn 130x160; t.mxfp8.weight_scale uint8 130x5",
+            "error t.mxfp8.weight",
+        ),
+        ("t.mxfp8.weight float8_e4m3fn 1x32; t.mxfp8.weight_scale uint8 1", "error t.mxfp8.weight"),
+        (
+            "t.nvfp4.weight uint8 16x40; t.nvfp4.weight_scale float8_e4m3fn 128x8; \
+          t.nvfp4.weight_scale_2 float32 -",
+            "t.nvfp4.weight nvfp4 16x80 / 1x16",
+        ),
+        (
+            "t.nvfp4.weight uint8 16x40; t.nvfp4.weight_scale float8_e4m3fn 16x5; \
+          t.nvfp4.weight_scale_2 float32 -",
+            "error t.nvfp4.weight",
+        ),
+        (
+            "t.nvfp4.weight uint8 2x16x40; t.nvfp4.weight_scale float8_e4m3fn 256x8; \
+          t.nvfp4.weight_scale_2 float32 -",
+            "error t.nvfp4.weight",
+        ),
+        (
+            "t.nvfp4.weight uint8 16x40; t.nvfp4.weight_scale float8_e4m3fn 128x8",
+            "error t.nvfp4.weight",
+        ),
+    ] {
+        assert_entries(stored, None, expected);
+    }
+}
+
+#[test]
+fn scales_of_blocks_can_have_dimensions_of_one() {
+    let spread =
+        |scale: &str| format!("m.weight float8_e4m3fn 130x300; m.weight_scale float32 {scale}");
+    for (scale, block, expected) in [
+        ("2x1x3x1", Some([128, 128]), "m.weight fp8 130x300 / 128x128"),
+        ("2x1x3x1", None, "error m.weight"),
+        ("2x3x1x1", Some([128, 128]), "error m.weight"),
+        ("1x2x1x3", Some([128, 128]), "error m.weight"),
+        ("3x1x2x1", Some([128, 128]), "error m.weight"),
+    ] {
+        assert_entries(&spread(scale), block, expected);
+    }
+}
+
+#[test]
 fn codes_are_found_by_their_own_scale() {
     // Another scale of the module, the last by name, hid that of the codes.
     let codes = "m.w1 uint8 4x8; m.w1_scale float32 4x1";
@@ -229,7 +288,7 @@ fn size() -> impl Strategy<Value = u64> {
 fn stored() -> impl Strategy<Value = String> {
     let lead = prop::option::of(0..3_u64);
     let block = prop_oneof![Just([128, 128]), Just([1, 32]), Just([1, 16]), Just([1, u64::MAX])];
-    (lead, size(), size(), block, 0..8_u8, 0..6_u8).prop_map(
+    (lead, size(), size(), block, 0..11_u8, 0..7_u8).prop_map(
         |(lead, rows, columns, [tall, wide], format, form)| {
             let grid = [rows.div_ceil(tall), columns.div_ceil(wide)];
             let lead: Vec<u64> = lead.into_iter().collect();
@@ -238,6 +297,8 @@ fn stored() -> impl Strategy<Value = String> {
                 1 => [&lead[..], &[rows]].concat(),
                 2 => vec![1; 2 + lead.len()],
                 3 => [&lead[..], &[1, 1]].concat(),
+                4 => [&lead[..], &[grid[0], 1, grid[1], 1]].concat(),
+                5 => vec![rows.next_multiple_of(128), grid[1].next_multiple_of(4)],
                 _ => [&lead[..], &grid].concat(),
             };
             let sizes = |last: u64| by(&[&lead[..], &[rows, last]].concat());
@@ -252,6 +313,14 @@ fn stored() -> impl Strategy<Value = String> {
                 4 => format!("m uint8 {half}; m_scale uint8 {scale}"),
                 5 => format!("m uint8 {half}; m_scale float8_e4m3fn {scale}; m_scale_2 float32 1"),
                 6 => format!("m_packed int32 {word}; m_scale bfloat16 {scale}"),
+                7 => format!(
+                    "t.mxfp8.weight float8_e4m3fn {whole}; t.mxfp8.weight_scale uint8 {scale}"
+                ),
+                8 => format!(
+                    "t.nvfp4.weight uint8 {half}; t.nvfp4.weight_scale float8_e4m3fn {scale}; \
+                     t.nvfp4.weight_scale_2 float32 1"
+                ),
+                9 => format!("m float8_e4m3fn {whole}; m_weight_scale float32 {scale}"),
                 _ => format!("m_blocks uint8 {}x16; m_scales uint8 {scale}", sizes(grid[1])),
             }
         },
@@ -269,8 +338,7 @@ proptest! {
         bounds in prop::collection::vec((0.0..1.0_f64, 0.0..1.0_f64), 3),
     ) {
         let index = index(&stored);
-        let config = block.map(|block| Config { block: Some(block), groups: Vec::new() });
-        let found = detect(&index, About { config, ..About::default() }, Target::BFloat16);
+        let found = detect(&index, about(block, &stored), Target::BFloat16);
         let Ok(found) = found else { return Ok(()) };
         for (_, coded) in &found.coded {
             let whole = Region::new(&Dims::from_elem(0, coded.shape.len()), &coded.shape);

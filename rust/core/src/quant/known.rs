@@ -1,7 +1,7 @@
 //! The formats of quantized weights that are decoded, in one table. The table of
 //! `docs/quantized.md` is made from it.
 
-use super::Format;
+use super::{Format, Order};
 
 /// A way to store a quantized weight.
 ///
@@ -14,6 +14,11 @@ pub struct Known {
     pub used_by: &'static str,
     /// Format of the codes.
     pub format: Format,
+    /// `ComfyUI`'s name of the format, which its description of the layer has to have. Other
+    /// weights have no description.
+    pub layer: Option<&'static str>,
+    /// Order of the codes and the scales.
+    pub order: Order,
     /// End of the name of the weight.
     pub weight: &'static str,
     /// End of the name of the codes, and their dtypes.
@@ -42,6 +47,8 @@ pub enum Scaling {
     Rows,
     /// The whole tensor.
     Tensor,
+    /// The whole tensor, or each of its matrices.
+    Matrices,
     /// This number of columns of a row.
     Columns(u64),
     /// A number of columns of a row that the configuration has, or that divides the row evenly.
@@ -56,6 +63,7 @@ impl Scaling {
             Self::BlocksOrTensor => "block as configured, or 128 x 128; or tensor",
             Self::Rows => "tensor, row, or block as configured",
             Self::Tensor => "tensor",
+            Self::Matrices => "tensor or expert",
             Self::Columns(16) => "16 columns",
             Self::Columns(_) => "32 columns",
             Self::Groups => "group of columns",
@@ -72,6 +80,8 @@ const PLAIN: Known = Known {
     title: "",
     used_by: "",
     format: Format::Fp8,
+    layer: None,
+    order: Order::Rows,
     weight: "",
     codes: ("", &["float8_e4m3fn"]),
     scale: ("_scale", NUMBERS_OR_EXPONENTS),
@@ -82,7 +92,7 @@ const PLAIN: Known = Known {
 };
 
 /// The formats. The first that fits the names and the dtypes of the parts is that of a weight.
-pub static KNOWN: [Known; 13] = [
+pub static KNOWN: [Known; 16] = [
     Known {
         title: "FP8 blocks",
         used_by: "DeepSeek-V3, GLM, Qwen",
@@ -120,6 +130,13 @@ pub static KNOWN: [Known; 13] = [
         ..PLAIN
     },
     Known {
+        title: "FP8",
+        used_by: "modelopt (fused experts)",
+        scale: ("_weight_scale", NUMBERS),
+        scaling: Scaling::Matrices,
+        ..PLAIN
+    },
+    Known {
         title: "MXFP8",
         used_by: "compressed-tensors, modelopt",
         scale: ("_scale", EXPONENTS),
@@ -130,6 +147,17 @@ pub static KNOWN: [Known; 13] = [
         title: "MXFP8",
         used_by: "transformers",
         scale: ("_scale_inv", &["uint8"]),
+        scaling: Scaling::Columns(32),
+        ..PLAIN
+    },
+    Known {
+        title: "MXFP8",
+        used_by: "ComfyUI",
+        layer: Some("mxfp8"),
+        order: Order::Tiles,
+        weight: ".weight",
+        codes: (".weight", &["float8_e4m3fn"]),
+        scale: (".weight_scale", EXPONENTS),
         scaling: Scaling::Columns(32),
         ..PLAIN
     },
@@ -178,6 +206,19 @@ pub static KNOWN: [Known; 13] = [
         scale: ("_scale", &["float8_e4m3fn"]),
         scaling: Scaling::Columns(16),
         global: Some(("_global_scale", true)),
+        ..PLAIN
+    },
+    Known {
+        title: "NVFP4",
+        used_by: "ComfyUI",
+        format: Format::Nvfp4,
+        layer: Some("nvfp4"),
+        order: Order::Tiles,
+        weight: ".weight",
+        codes: (".weight", &["uint8"]),
+        scale: (".weight_scale", &["float8_e4m3fn"]),
+        scaling: Scaling::Columns(16),
+        global: Some((".weight_scale_2", false)),
         ..PLAIN
     },
     Known {
@@ -248,9 +289,10 @@ fn table() -> String {
         let may = [known.zeros, known.shape].into_iter().flatten();
         let others: Vec<String> =
             global.into_iter().chain(may.map(|end| format!("maybe `X{end}`"))).collect();
+        let tiles = if known.order == Order::Tiles { ", in tiles" } else { "" };
         writeln!(
             text,
-            "| {} | {} | {} | {} | {} | {} |",
+            "| {} | {} | {} | {} | {}{tiles} | {} |",
             known.title,
             known.used_by,
             part(known.codes),

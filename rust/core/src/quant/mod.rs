@@ -12,6 +12,7 @@ mod kernel;
 mod kernel_tests;
 mod known;
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
@@ -106,6 +107,20 @@ impl Format {
     }
 }
 
+/// Order of the codes and the scales of a weight in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// Scales are in rows. The low half of a byte is the first code.
+    Rows,
+    /// Scales are in tiles of 128 x 4, as cuBLAS takes them. The high half of a byte is the first
+    /// code.
+    Tiles,
+}
+
+/// Rows and columns of a tile of scales. Tiles are in rows, and the last ones are filled up. The
+/// scale of row `r` and column `c` of a tile is at `r % 32 * 16 + r / 32 * 4 + c`.
+const TILE: [u64; 2] = [128, 4];
+
 /// A logical tensor of at least two dimensions, described by its stored tensors.
 pub struct Coded {
     /// The index that has the stored tensors.
@@ -116,6 +131,8 @@ pub struct Coded {
     pub target: Target,
     /// Format of its codes.
     pub format: Format,
+    /// Order of its codes and scales. Those in tiles belong to matrices.
+    pub order: Order,
     /// Rows and columns that share a scale. The last blocks may have fewer.
     pub block: [u64; 2],
     /// The codes.
@@ -194,6 +211,8 @@ impl Coded {
             let is_one = view.shape.iter().all(|&size| size == 1);
             let region = if is_one {
                 Region::new(&Dims::from_elem(0, view.shape.len()), &view.shape)
+            } else if view.shape.len() == region.sizes.len() + 2 {
+                spread(&region)
             } else {
                 // A scale for each row may have no dimension for columns.
                 let ndim = region.sizes.len().min(view.shape.len());
@@ -209,11 +228,49 @@ impl Coded {
         }
         let mut parts = smallvec![
             part(self.codes, codes),
-            part(self.scale, rectangle(self.block[0], self.block[1])),
+            part(self.scale, self.scales_in(rectangle(self.block[0], self.block[1]))),
         ];
         parts.extend(self.zeros.map(|zeros| part(zeros, rectangle(8, self.block[1]))));
         parts.extend(self.global.map(|(global, _)| part(global, Region::new(&[], &[]))));
         parts
+    }
+
+    /// Returns the region of the stored scales that contains a region of scales.
+    fn scales_in(&self, mut region: Region) -> Region {
+        if self.order == Order::Tiles {
+            let (first, count) = steps(region.offsets[0], region.sizes[0], TILE[0]);
+            region.offsets = smallvec![first * TILE[0], 0];
+            region.sizes = smallvec![count * TILE[0], self.index.tensor(self.scale).shape[1]];
+        }
+        region
+    }
+
+    /// Returns the codes and the scales of a rectangle in the order of rows.
+    fn in_rows<'a>(
+        &self,
+        offsets: &[u64],
+        sizes: &[u64],
+        stored: &[&'a [u8]],
+    ) -> [Cow<'a, [u8]>; 2] {
+        let [codes, scales] = [stored[0], stored[1]];
+        if self.order == Order::Rows {
+            return [codes.into(), scales.into()];
+        }
+        let codes = match self.format.code().per_byte() {
+            1 => codes.into(),
+            _ => codes.iter().map(|byte| byte.rotate_left(4)).collect(),
+        };
+        let [tall, wide] = TILE.map(usize_of);
+        let columns = usize_of(self.index.tensor(self.scale).shape[1]);
+        let (first, count) = steps(offsets[1], sizes[1], self.block[1]);
+        let (first, row) = (usize_of(first), usize_of(offsets[0]) % tall);
+        let scales = (row..row + usize_of(sizes[0])).flat_map(|row| {
+            let row_of_tiles = &scales[row / tall * tall * columns..][..tall * columns];
+            let at = row % 32 * 16 + row % tall / 32 * 4;
+            (first..first + usize_of(count))
+                .map(move |column| row_of_tiles[column / wide * tall * wide + at + column % wide])
+        });
+        [codes, scales.collect()]
     }
 
     /// Decodes a rectangle into `out`, in row-major order. `stored` has the bytes of its
@@ -236,6 +293,10 @@ impl Coded {
         if sizes.contains(&0) {
             return Ok(());
         }
+        let [codes, scales] = self.in_rows(offsets, sizes, stored);
+        let mut in_rows: SmallVec<[&[u8]; 4]> = SmallVec::from_slice(stored);
+        (in_rows[0], in_rows[1]) = (&codes, &scales);
+        let stored = &in_rows[..];
         let of_column = |step: u64| usize_of(offsets[lead + 1] % step);
         let (unit, unit_bytes) = self.unit();
         let bytes = usize_of(steps(offsets[lead + 1], sizes[lead + 1], unit).1 * unit_bytes);
@@ -364,6 +425,17 @@ impl Coded {
             other => return Err(Error::Internal(format!("scales of dtype {other}"))),
         })
     }
+}
+
+/// Returns a region of the rows and columns of blocks with a dimension of 1 after each.
+fn spread(region: &Region) -> Region {
+    let lead = region.sizes.len() - 2;
+    let of = |sizes: &[u64], one: u64| {
+        let mut dims = Dims::from_slice(&sizes[..lead]);
+        dims.extend([sizes[lead], one, sizes[lead + 1], one]);
+        dims
+    };
+    Region { offsets: of(&region.offsets, 0), sizes: of(&region.sizes, 1) }
 }
 
 /// A rectangle with its parts in memory: its rows and columns, the bytes of a row of codes, and its
