@@ -265,6 +265,12 @@ def swapped(folder):
     return "model_world_size_4_rank_1.pt"
 
 
+def twice(folder):
+    a, b = (folder / f"model_world_size_4_rank_{rank}.pt" for rank in (1, 2))
+    shutil.copy(a, b)
+    return "model_world_size_4_rank_2.pt"
+
+
 def of_another_world(folder):
     for rank in range(2):
         path = folder / f"model_world_size_4_rank_{rank}.pt"
@@ -324,12 +330,12 @@ def change(path, function):
 @pytest.mark.parametrize(
     "damage",
     [
-        missing, swapped, of_another_world, two_worlds, renamed_entry, one_entry_less,
+        missing, swapped, twice, of_another_world, two_worlds, renamed_entry, one_entry_less,
         another_shape, another_placement, other_replica, other_value,
     ],
 )  # fmt: skip
 def test_files_that_are_no_whole_are_refused_by_name(saved, tmp_path, damage):
-    if damage is swapped and not HAS_RANK_LOCAL:
+    if damage in (swapped, twice) and not HAS_RANK_LOCAL:
         pytest.skip("torch 2.8 saves the place in the mesh, and that counts, not the name")
     folder = only(saved, tmp_path / "own", "model")
     named = damage(folder)

@@ -209,6 +209,9 @@ fn add(
     }
     let mut kept = HashSet::new();
     chunks.retain(|chunk| kept.insert((chunk.offsets.clone(), chunk.sizes.clone())));
+    if shape.len() > usize::from(u8::MAX) {
+        return bad(&chunks[0], format!("has {} dimensions, more than {}", shape.len(), u8::MAX));
+    }
     if let Err(reason) = check_tiling(&shape, &chunks) {
         return bad(&chunks[0], reason);
     }
