@@ -9,7 +9,7 @@ import torch
 
 import dcp_rs
 from dcp_rs import CheckpointManager
-from dcp_rs.checkpoint import mapping
+from dcp_rs.checkpoint import open as opened
 from filesystems.mounts import mounted
 from support.numbered import loaded, numbers
 
@@ -94,9 +94,9 @@ class _Refusing:
 def test_file_that_cannot_be_mapped_is_read(tmp_path, monkeypatch):
     dcp_rs.save({"w": torch.arange(10)}, tmp_path / "ckpt", no_dist=True)
     for number in (errno.ENODEV, errno.EOPNOTSUPP):
-        assert mapping._map_file(_Refusing(number), 0) is None
+        assert opened._map_file(_Refusing(number), 0) is None
     with pytest.raises(OSError, match="Input/output"):
-        mapping._map_file(_Refusing(errno.EIO), 0)
-    monkeypatch.setattr(mapping, "_map_file", lambda *_: None)
+        opened._map_file(_Refusing(errno.EIO), 0)
+    monkeypatch.setattr(opened, "_map_file", lambda *_: None)
     with dcp_rs.open(tmp_path / "ckpt") as ckpt:
         assert torch.equal(ckpt["w"], torch.arange(10))

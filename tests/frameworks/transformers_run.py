@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 import dcp_rs.integrations.transformers as ours
-from dcp_rs.checkpoint import mapping
+from dcp_rs.checkpoint import open as opened
 
 SIZES = {
     "vocab_size": 64,
@@ -44,7 +44,7 @@ def make(name):
     return cls(config).eval()
 
 
-class Counted(mapping.TensorSlice):
+class Counted(opened.TensorSlice):
     """Counts the bytes that are read."""
 
     nbytes = 0
@@ -80,7 +80,7 @@ def load(name, path, **how):
 
 
 def main(folder):
-    mapping.TensorSlice = Counted
+    opened.TensorSlice = Counted
     dist.init_process_group("gloo")
     ways = {
         "tp_plan": lambda: {"tp_plan": "auto"},
