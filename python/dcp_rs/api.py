@@ -403,7 +403,7 @@ def async_save(
         state_of = _state_of_copied_buffers if async_staging else _state_of
         selected = select(state_dict, checked.include, checked.exclude, state_of=state_of)
         if checked.parent is not None:
-            checked = replace(checked, parent=checked.parent.resolve(selected.values))
+            checked = replace(checked, parent=checked.parent.at_absolute_path())
         entries = replace(selected, values={})  # the save keeps no tensor of the caller
         return Staging(selected.values, shared_blocks, watched=async_staging)
 

@@ -259,7 +259,7 @@ class WriterArguments(WriteArguments, total=False):
     progress: Progress
     save_id: str | None
     parent: StrPath | None
-    reuse: str | Iterable[str] | torch.nn.Module | Any | None
+    reuse: Globs
     verify_reuse: bool
     storage_options: StoreArguments
     guard: Callable[[], AbstractContextManager[object]] | None

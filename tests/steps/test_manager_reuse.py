@@ -106,7 +106,7 @@ def test_tensors_frozen_only_during_saves_are_written(run, kept_as):
     planner = dcp_rs.RsSavePlanner(dtype=torch.float16) if kept_as == "half" else None
     if kept_as == "transposed":
         module.weight = torch.nn.Parameter(torch.randn(1000, 1000).t(), requires_grad=False)
-    with CheckpointManager(run, reuse=module) as manager:
+    with CheckpointManager(run, reuse="w") as manager:
         for step in range(1, 5):
             if step in (2, 4):  # not at 3, which takes over
                 module.weight.add_(1)

@@ -106,7 +106,6 @@ def flip(data):
 
 
 # --- what is reused
-# -----------------------------------------------------------------------------------
 
 
 def test_a_run_sends_what_changed_and_each_step_is_whole(server, tmp_path):
@@ -215,44 +214,6 @@ def test_files_are_copied_at_a_time(server):
     assert_state_equal(loaded(server, state(1), "step-2"), state(1))
 
 
-class Adapted(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.backbone = torch.nn.Linear(1024, 1024)
-        self.adapter = torch.nn.Linear(4, 4)
-        self.backbone.requires_grad_(requires_grad=False)
-
-
-@pytest.mark.parametrize("how", ["save", "async_save"])
-def test_frozen_parameters_of_a_module_are_reused(server, how):
-    module = Adapted()
-
-    def save_it(number, parent):
-        values = {"model": module.state_dict(), "step": number}
-        options = {
-            "parent": parent,
-            "reuse": module,
-            "no_dist": True,
-            "storage_options": server.options(),
-        }
-        if how == "save":
-            return dcp_rs.save(values, server.url(number), **options).report
-        future = dcp_rs.async_save(values, server.url(number), **options)
-        future.result()
-        return future.report
-
-    save_it("1", None)
-    with torch.no_grad():
-        before = module.backbone.weight.clone()
-        module.backbone.weight[-1] += 1  # against its word, beyond the block that is compared
-        module.adapter.weight += 1
-    report = save_it("2", server.url("1"))
-    assert report.bytes_reused == module.backbone.weight.nbytes + module.backbone.bias.nbytes
-    with dcp_rs.open(server.url("2"), storage_options=server.options()) as checkpoint:
-        assert torch.equal(checkpoint["model.backbone.weight"], before)
-        assert torch.equal(checkpoint["model.adapter.weight"], module.adapter.weight)
-
-
 def test_a_save_over_its_own_parent(server):
     save(server, 1)
     report = save(server, 2, parent=1, to=server.url("step-1"))
@@ -279,7 +240,6 @@ def test_other_tools_know_of_it(server, tmp_path):
 
 
 # --- ranks
-# --------------------------------------------------------------------------------------------
 
 
 def sharded(step):
@@ -333,7 +293,6 @@ def test_a_rank_local_save_reuses_that_rank_s_own(server):
 
 
 # --- parents that cannot be used
-# ----------------------------------------------------------------------
 
 
 def lose_all(server):
@@ -458,7 +417,6 @@ def test_another_bucket_or_store(server, parent):
 
 
 # --- requests that fail
-# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

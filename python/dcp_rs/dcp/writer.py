@@ -79,10 +79,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             checkpoint is whole without the other. A store copies them, if both are in one bucket
             and ``storage_options`` reach both. Where that is not possible, everything is written,
             and a warning says why.
-        reuse: globs over names of tensors that do not change from save to save; or a module, for
-            its parameters without gradient. They are written apart. If the parent's save had the
-            same ``reuse``, only the first MiB of each is compared. A module has no effect in
-            ``dcp.async_save``, which saves copies.
+        reuse: globs over names of tensors that do not change from save to save. They are written
+            apart. If the parent's save had the same ``reuse``, only the first MiB of each is
+            compared.
         verify_reuse: read the reused data of ``parent``, and write again what does not match its
             digests.
         storage_options: for a URL, see :class:`RsReader`. Secrets are not pickled: a save in
@@ -283,8 +282,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             strict=self._options.strict_values,
             is_partial=ticket.world_size != 1 or job_size() <= 1,
         )
-        values = getattr(planner, "state_dict", {})
-        written = write_files(writes, self._to, ticket, self._options, self._clock, values)
+        written = write_files(writes, self._to, ticket, self._options, self._clock)
         self._written = written
         self.report = written.report
         if not self._is_coordinator and self._rank is None:
@@ -356,10 +354,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         # A save in another process begins anew there. torch sends the staged state dict itself.
-        parent = self._options.parent
-        if parent is not None:
-            parent = parent.resolve({})  # a module stays in this process
-        options = dataclasses.replace(self._options, progress=None, parent=parent)
+        options = dataclasses.replace(self._options, progress=None)
         # torch sends the same writer for each save, and each save needs an id of its own.
         return {
             **self.__dict__,

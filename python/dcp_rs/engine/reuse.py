@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-import torch
+from collections.abc import Iterable
 
 from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
@@ -15,9 +12,8 @@ from dcp_rs.checkpoint.names import globs
 from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.local_plan import Writes
 from dcp_rs.errors import DcpRsError
-from dcp_rs.options import WriteOptions
+from dcp_rs.options import Globs, WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
-from dcp_rs.tensors.memory import identity
 from dcp_rs.tensors.regions import BLOCK_BYTES
 from dcp_rs.transfer.save import write_entries
 
@@ -26,58 +22,25 @@ class Frozen:
     """Tensors that do not change from save to save.
 
     Args:
-        reuse: globs over names; or a module, for its parameters without gradient. The state dict
-            has to hold these parameters themselves, and not copies. None: no tensors.
+        reuse: globs over their names; None: no tensors.
         trusted: the tensors did not change since the parent was saved, either. If they were frozen
             in the parent too, only the first MiB of each is compared.
-        names: names of a module's parameters, if they are known.
 
     Raises:
         TypeError: ``reuse`` is something else.
     """
 
-    def __init__(
-        self,
-        reuse: str | Iterable[str] | torch.nn.Module | None,
-        *,
-        trusted: bool = True,
-        names: frozenset[str] | None = None,
-    ) -> None:
+    def __init__(self, reuse: Globs, *, trusted: bool = True) -> None:
         self.trusted = trusted
-        self._names = names
-        self._module = reuse if isinstance(reuse, torch.nn.Module) else None
-        patterns = None if reuse is None or isinstance(reuse, torch.nn.Module) else reuse
-        if patterns is not None and not isinstance(patterns, str):
-            patterns = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
-            if not all(isinstance(pattern, str) for pattern in patterns):
-                msg = f"reuse={reuse!r}: globs over names, or a module"
+        if reuse is not None and not isinstance(reuse, str):
+            reuse = tuple(reuse) if isinstance(reuse, Iterable) else (reuse,)
+            if not all(isinstance(pattern, str) for pattern in reuse):
+                msg = f"reuse={reuse!r}: globs over names, such as those of a module's parameters"
                 raise TypeError(msg)
-        self._globs = globs(patterns)
+        self._globs = globs(reuse)
 
     def __bool__(self) -> bool:
-        return self._module is not None or self._names is not None or self._globs is not None
-
-    def resolve(self, values: Mapping[str, Any]) -> Frozen:
-        """Find the names of the module's parameters, for a save of a copy of ``values``."""
-        if self._module is None:
-            return self
-        names = self.find_names(values)
-        return Frozen(None, trusted=self.trusted, names=names)
-
-    def find_names(self, values: Mapping[str, Any]) -> frozenset[str]:
-        """Return the names of the module's frozen parameters in a flattened state dict."""
-        if self._module is None:
-            return self._names or frozenset()
-        memory: dict[bool, set[Any]] = {True: set(), False: set()}
-        with torch.no_grad():
-            for parameter in self._module.parameters():
-                if parameter.numel():
-                    memory[parameter.requires_grad].add(identity(parameter.detach()))
-            frozen = memory[False] - memory[True]
-            tensors = (
-                (name, value) for name, value in values.items() if isinstance(value, torch.Tensor)
-            )
-            return frozenset(name for name, value in tensors if identity(value.detach()) in frozen)
+        return self._globs is not None
 
     def matches(self, name: str) -> bool:
         """Return true if a glob matches the name."""
@@ -96,7 +59,7 @@ class Parent:
     def __init__(
         self,
         path: StrPath | None,
-        reuse: str | Iterable[str] | torch.nn.Module | Frozen | None,
+        reuse: Globs | Frozen,
         *,
         verify: bool,
     ) -> None:
@@ -107,11 +70,6 @@ class Parent:
     def __bool__(self) -> bool:
         return self.path is not None or bool(self._frozen)
 
-    def resolve(self, values: Mapping[str, Any]) -> Parent:
-        """Return the parent for a save of a copy of the entries of a state dict."""
-        parent = self.at_absolute_path()
-        return Parent(parent.path, self._frozen.resolve(values), verify=self._verify)
-
     def at_absolute_path(self) -> Parent:
         """Return the parent for a save after the current folder may have changed."""
         path = None if self.path is None else absolute(self.path)
@@ -121,7 +79,6 @@ class Parent:
         self,
         writes: Writes,
         to: Destination,
-        values: Mapping[str, Any],
         *,
         rank: int | None,
         options: WriteOptions,
@@ -131,15 +88,13 @@ class Parent:
         Args:
             writes: what the rank writes.
             to: the destination of the save.
-            values: the flattened state dict.
             rank: the rank whose index of the parent to open, in a rank-local save.
             options: how to read and write.
         """
-        names = self._frozen.find_names(values)
         index = self._open(to, rank)
         kept = writes.plan.kept_names(writes.keep)
         lengths = [entry.nbytes for entry in writes.entries]
-        frozen = [name in names or self._frozen.matches(name) for name in kept]
+        frozen = list(map(self._frozen.matches, kept))
         reuse = writes.plan.reuse(writes.keep, lengths, index, frozen, self._frozen.trusted)
         self.warn(to, reuse.problems())
         reuse.write_plain(writes.tensors, PLAIN_TYPES, NAMES)

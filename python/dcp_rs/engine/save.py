@@ -101,9 +101,7 @@ def save(  # one function to read from top to bottom
         clock.end("plan")
         writes.choose(keep, strict=options.strict_values)
         entries.check_keys(strict=options.strict_values)
-        written = write_files(
-            writes, to, ticket, options, clock, entries.values, fallbacks=request.fallbacks
-        )
+        written = write_files(writes, to, ticket, options, clock, fallbacks=request.fallbacks)
         # To a sixth of its size, for the coordinator.
         return written.index if ranks.is_alone else zlib.compress(written.index, 1)
 
@@ -261,7 +259,6 @@ def write_files(
     ticket: SaveTicket,
     options: SaveOptions,
     clock: Phases,
-    values: Mapping[str, Any],
     *,
     fallbacks: Sequence[str] = (),
 ) -> WrittenFiles:
@@ -273,13 +270,12 @@ def write_files(
         ticket: the save.
         options: how to write, and the parent to compare with.
         clock: measures the phases of the save.
-        values: the flattened state dict.
         fallbacks: reasons why copies were slow so far.
     """
     parent, how = options.parent, options.write
     reuse = None
     if parent is not None:
-        reuse = parent.find_reuse(writes, to, values, rank=ticket.own_rank, options=how)
+        reuse = parent.find_reuse(writes, to, rank=ticket.own_rank, options=how)
         clock.end("compare")
     save = writes.plan.create(
         to.folder,

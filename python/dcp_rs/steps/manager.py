@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, Unpack
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
@@ -32,6 +31,7 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.options import (
+    Globs,
     LoadArguments,
     TrainingArguments,
     WriteArguments,
@@ -58,8 +58,6 @@ from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.ranks import ManagerRanks
 from dcp_rs.steps.retention import Policies, PolicyArguments
 from dcp_rs.steps.step_store import SkippedStep, Step
-
-__all__ = ["CheckpointManager"]
 
 #: A load of the latest step that fails with one of these goes on with the step before.
 _DAMAGED = (CorruptDataError, CorruptIndexError, CheckpointNotFoundError)
@@ -114,9 +112,9 @@ class CheckpointManager:
             digests. If none was, the manager reads one.
         reuse: do not write again what the step before holds, bit for bit. Its files are linked, or
             copied by the store, so that each step is whole without the others. ``True`` finds
-            unchanged entries by their digests. Pass a module, for its parameters without gradient,
-            or globs over names, for tensors that do not change: of those that this manager saved
-            before, and did not load since, only the first MiB of each is compared.
+            unchanged entries by their digests. Pass globs over names for tensors that do not
+            change: of those that this manager saved before, and did not load since, only the first
+            MiB of each is compared.
         verify_reuse: read the reused data, and write again what does not match its digests.
         process_group: the ranks that save and load together. Default: all ranks. The manager makes
             gloo groups of these ranks.
@@ -181,7 +179,7 @@ class CheckpointManager:
         preemption: signal.Signals | Callable[[], bool] | None = None,
         preemption_every: int = 1,
         verify_before_prune: bool = False,
-        reuse: bool | str | Iterable[str] | torch.nn.Module = False,
+        reuse: bool | str | Iterable[str] = False,
         verify_reuse: bool = False,
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
@@ -226,7 +224,7 @@ class CheckpointManager:
         self._retry_at: int | None = None
         self._begun: int | None = None  # the step of the last save that began
         self._reuse, self._verify_reuse = reuse is not False, verify_reuse
-        self._frozen: str | Iterable[str] | torch.nn.Module | None = None
+        self._frozen: Globs = None
         if not isinstance(reuse, bool):
             self._frozen = repeatable(reuse)
         Frozen(self._frozen)  # raise for an invalid argument now, and not at the first save
