@@ -67,7 +67,6 @@ def promised(steps: set[int], keep_every: int) -> set[int]:
 
 
 # --- a rank
-# ------------------------------------------------------------------------------------------
 
 
 def train(run: Run, log: Path, store: Path, rank: int, seed: int, last: int) -> None:
@@ -151,7 +150,6 @@ def train(run: Run, log: Path, store: Path, rank: int, seed: int, last: int) -> 
 
 
 # --- the parent
-# ----------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -219,7 +219,6 @@ def test_a_killed_conversion_is_cleaned_up(ckpt, tmp_path, to):
 
 
 # --- a folder that holds a model of somebody else
-# ----------------------------------------------------
 
 
 def a_model_of_others(folder, kind):

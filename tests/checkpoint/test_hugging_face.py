@@ -36,7 +36,6 @@ def write_index(folder: Path, name: str, weight_map: dict[str, str]) -> None:
 
 
 # --- several models in one folder
-# -------------------------------------------------------------------
 
 #: What lies beside BASE, and under which names BASE itself does: what transformers 5.23 and
 #: diffusers 0.42 load without further arguments.
@@ -177,7 +176,6 @@ def test_a_part_of_a_checkpoint_is_no_model_under_any_name(tmp_path):
 
 
 # --- the hub's cache
-# ---------------------------------------------------------------------------------
 
 
 def put_in_cache(cache: Path, files: dict[str, Path], revision: str = "0" * 40) -> Path:
@@ -274,7 +272,6 @@ def test_links_to_elsewhere_are_still_refused(tmp_path, kind):
 
 
 # --- under torch's own functions
-# --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keys", [None, "w", {"w", "b"}, {"layers"}])

@@ -65,7 +65,6 @@ def finish(process, seconds=120):
 
 
 # --- waiting for the lock
-# ------------------------------------------------------------------------------
 
 SIGNALLED = """
 signal.signal(signal.SIGALRM, lambda *_: os.write(1, b"."))
@@ -165,7 +164,6 @@ def test_ctrl_c_ends_the_wait_for_the_lock(ckpt):
 
 
 # --- forks in the midst of a commit
-# ---------------------------------------------------------------------
 
 FORKING = """
 def child():
@@ -310,7 +308,6 @@ def test_a_child_cannot_write_to_the_save_of_its_parent(ckpt):
 
 
 # --- what runs Python holds no lock
-# -----------------------------------------------------------------------
 
 
 def test_a_plan_is_not_locked_while_tensors_are_looked_at():
@@ -339,7 +336,6 @@ def test_a_plan_is_not_locked_while_tensors_are_looked_at():
 
 
 # --- panics
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_thread", [False, True])
@@ -365,7 +361,6 @@ def test_all_that_python_calls_is_guarded():
 
 
 # --- what is told, and what is left
-# ---------------------------------------------------------------------------
 
 
 def test_a_wait_that_lasts_is_logged(ckpt, caplog):
@@ -420,7 +415,6 @@ def test_the_lock_of_a_save_stays_while_its_folder_is_cleaned(ckpt):
 
 
 # --- a disk that is full
-# ------------------------------------------------------------------------------------
 
 
 def test_a_lock_that_cannot_be_made_is_an_error(ckpt):

@@ -145,7 +145,6 @@ def test_error_of_progress_is_raised_on_all_ranks(ckpt):
 
 
 # --- the bar
-# ------------------------------------------------------------------------------------------
 
 WORK = """
 import sys

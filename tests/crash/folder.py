@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from crash.kills import Savers
 
-__all__ = ["Folder"]
-
 
 class Folder:
     """A folder on a file system.

@@ -66,7 +66,6 @@ def run(*arguments: str, timeout: float = 600) -> list[dict[str, Any]]:
 
 
 # --- what happened
-# ---------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -209,7 +208,6 @@ class History:
 
 
 # --- what may be left of it
-# --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -351,7 +349,6 @@ def _closed(names: list[Names], lost: set[int]) -> set[int]:
 
 
 # --- judging
-# ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -473,7 +470,6 @@ def _judge(files: dict[str, bytes | None], scenario: Scenario, place: Path, tall
 
 
 # --- what is done
-# -------------------------------------------------------------------------------------------
 
 
 class _NoFaults:

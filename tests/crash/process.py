@@ -10,8 +10,6 @@ from typing import Any
 import programs
 from support.places import TESTS
 
-__all__ = ["kills"]
-
 
 def kills(*arguments: Any) -> list[dict[str, Any]]:
     """The tallies, on one rank and on four."""

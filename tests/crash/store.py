@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from crash.kills import Savers
 
-__all__ = ["MOMENTS", "Store"]
-
 KEY = "ckpt"
 INDEX = f"{KEY}/index.dcprs"
 

@@ -81,7 +81,6 @@ def test_a_call_that_fails_on_one_of_four_ranks():
 
 
 # --- disks that are full
-# ---------------------------------------------------------------------------
 
 
 def save_expecting(path, number, error):
@@ -223,7 +222,6 @@ def test_a_disk_that_is_full_for_one_rank_fails_all(ckpt, victim):
 
 
 # --- order on the disk
-# -----------------------------------------------------------------------------
 
 SAVE_TWICE = """
 import sys
@@ -296,7 +294,6 @@ def test_the_order_of_system_calls(ckpt, tmp_path):
 
 
 # --- two writers, and what lies about
-# --------------------------------------------------------------
 
 
 def contend(path):
@@ -423,7 +420,6 @@ def write_only(writer):
 
 
 # --- a loss of power
-# ---------------------------------------------------------------------------------
 
 
 def check_over_another(tally):

@@ -50,7 +50,6 @@ def check(path, seed):
 
 
 # --- in the background
-# -----------------------------------------------------------------------------
 
 
 def test_the_writer_is_a_stager(ckpt):
@@ -102,7 +101,6 @@ def test_a_background_save_that_fails_says_so(tmp_path):
 
 
 # --- each rank for itself
-# --------------------------------------------------------------------------
 
 
 def save_rank_local(path, seed, **options):

@@ -29,7 +29,6 @@ def saved(path):
 
 
 # --- what is saved
-# -------------------------------------------------------------------------------------
 
 
 def test_async_staging_returns_before_the_copy(ckpt):
@@ -85,7 +84,6 @@ def test_tensors_of_inference(ckpt):
 
 
 # --- how many there are at a time
-# ------------------------------------------------------------------------
 
 
 def test_a_third_save_waits_until_the_first_is_over(tmp_path):
@@ -175,7 +173,6 @@ def test_a_callback_does_not_wait_for_the_copy_of_a_save_after_its_own(tmp_path)
 
 
 # --- what goes wrong
-# -------------------------------------------------------------------------------------
 
 
 def test_a_change_before_it_is_staged_is_an_error_and_no_checkpoint(ckpt):

@@ -50,7 +50,6 @@ def saved(ckpt):
 
 
 # --- dtype and device
-# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,6 @@ def test_a_policy_may_change_between_loads(saved):
 
 
 # --- names
-# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -218,7 +216,6 @@ def flat(tree, prefix=""):
 
 
 # --- what does not fit
-# -----------------------------------------------------------------------------
 
 
 def test_missing_entry_is_named(saved, load):
@@ -283,7 +280,6 @@ def test_a_partial_load_reports_what_it_left_alone(saved, load):
 
 
 # --- tensors by name
-# -------------------------------------------------------------------------------
 
 
 def test_tensors_by_name(saved):
@@ -379,7 +375,6 @@ def test_with_a_reader_of_others_it_is_torchs_planner(tmp_path):
 
 
 # --- ranks
-# -----------------------------------------------------------------------------------------
 
 
 def told_to_the_coordinator(path):

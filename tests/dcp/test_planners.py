@@ -39,7 +39,6 @@ def load(path, template, planner):
 
 
 # --- planners
-# --------------------------------------------------------------------------------------
 
 
 class AllocatingPlanner(DefaultLoadPlanner):
@@ -158,7 +157,6 @@ def test_a_save_planner_may_change_the_dtype(ckpt):
 
 
 # --- destinations
-# ----------------------------------------------------------------------------------
 
 
 def filled_like_stock(saved, make):
@@ -317,7 +315,6 @@ def _copies(dtype):
 
 
 # --- both sides of a nested state
-# ------------------------------------------------------------------
 
 
 def test_a_planner_for_every_load_and_save(tmp_path):

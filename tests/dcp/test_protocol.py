@@ -41,7 +41,6 @@ def two(tmp_path):
 
 
 # --- what torch looks at
-# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [RsReader, RsWriter])
@@ -121,7 +120,6 @@ def test_the_checkpoint_id_of_load_and_save_replaces_the_path(two, tmp_path):
 
 
 # --- one object, used again
-# ------------------------------------------------------------------------
 
 
 def test_a_reader_serves_one_load_after_another(two):
@@ -214,7 +212,6 @@ def test_threads_share_a_reader(two):
 
 
 # --- torch's own ways to load
-# ----------------------------------------------------------------------
 
 
 def test_the_deprecated_name_works(two):

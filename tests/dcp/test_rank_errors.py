@@ -166,7 +166,6 @@ def load_x1_on_rank_zero(path):
 
 
 # --- saving
-# ----------------------------------------------------------------------------------------
 
 
 def test_a_failed_save_leaves_no_files_and_the_old_checkpoint(ckpt):

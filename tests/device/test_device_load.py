@@ -19,7 +19,6 @@ from support.simulated import host, on
 from support.slabs import SMALL, batch_of, damage, fill, saved, state, whole
 
 # --- what arrives
-# ----------------------------------------------------------------------------------
 
 
 def test_loaded_tensors_are_safe_on_the_callers_stream(ckpt, sim, device):
@@ -185,7 +184,6 @@ def test_a_load_to_other_dtypes(ckpt, sim, device):
 
 
 # --- the order of things
-# ---------------------------------------------------------------------------
 
 
 def test_a_slab_is_filled_again_only_when_its_copies_are_done(ckpt, sim, device):
@@ -280,7 +278,6 @@ def test_scratch_memory_may_be_in_use_by_the_callers_stream(ckpt, sim, device):
 
 
 # --- memory
-# ----------------------------------------------------------------------------------------
 
 
 def test_pinned_memory_is_bounded(ckpt, sim, device):
@@ -329,7 +326,6 @@ def test_a_device_without_streams(ckpt, sim, device):
 
 
 # --- when things go wrong
-# --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -446,7 +442,6 @@ def test_loads_of_several_threads(ckpt, sim, device, other_device):
 
 
 # --- packing
-# ---------------------------------------------------------------------------------------
 
 SHAPES = st.lists(st.integers(0, 40), max_size=3)
 DTYPES = st.sampled_from(

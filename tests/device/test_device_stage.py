@@ -109,7 +109,6 @@ def test_several_devices(sim, device, other_device):
 
 
 # --- how much memory
-# ---------------------------------------------------------------------------------
 
 
 def test_not_a_byte_more_is_pinned(sim, device):
@@ -323,7 +322,6 @@ def test_a_refused_pin_leaves_no_error_to_the_next_kernel(sim, device, monkeypat
 
 
 # --- saves
-# -------------------------------------------------------------------------------------------
 
 
 def test_async_saves_that_queue(tmp_path, sim, device):
@@ -362,7 +360,6 @@ def test_torchs_async_save(tmp_path, sim, device):
 
 
 # --- copies that go on beside training
-# -----------------------------------------------------------------
 
 
 class HeldUp:

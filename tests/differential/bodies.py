@@ -11,8 +11,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 from support.hooks import overridable
 
-__all__ = ["LOADS", "SAVES"]
-
 
 def _chosen(fqn: str) -> bool:
     return zlib.crc32(fqn.encode()) % 3 != 0

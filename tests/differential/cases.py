@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from support.states import ALL_DTYPES, can_copy
 from support.strategies import meshes
 
-__all__ = ["Case", "Load", "Save", "Tensor", "cases"]
-
 #: Older torch cannot copy its youngest dtypes, and stock copies.
 DTYPES = [dtype for dtype in ALL_DTYPES if can_copy(dtype)]
 #: How a tensor lies in memory.
@@ -131,7 +129,6 @@ class Case:
 
 
 # --- drawing
-# ---------------------------------------------------------------------------------------
 
 _keys = st.sampled_from(["a", "b", "w", "x.y", "", "0", "état", "deep", "k" * 40]) | st.integers(
     0, 3

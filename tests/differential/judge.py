@@ -14,8 +14,6 @@ from differential.cases import Case, Load, Save
 from differential.ranks import Result, load_step, save_step
 from support.ranks import shared_pool
 
-__all__ = ["ALLOWED", "Difference", "DisagreementError", "judge", "tally"]
-
 #: How long one step of a case may take, on a machine that is busy.
 WATCHDOG = 60.0  # seconds
 

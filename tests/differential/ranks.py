@@ -29,8 +29,6 @@ from differential.cases import Holder, Load, RankGroup, Save, Tensor
 from support import blank, random_tensor, state_differences
 from support.hooks import WAYS, inner
 
-__all__ = ["Result", "load_step", "save_step"]
-
 _WAYS = {way.__name__: way for way in WAYS}
 #: The element of four bits, which torch neither fills nor casts; None in an older torch.
 _FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
@@ -69,7 +67,6 @@ class _Stateful:
 
 
 # --- tensors
-# ---------------------------------------------------------------------------------------
 
 
 class _Builder:
@@ -208,7 +205,6 @@ def _laid_out(values: torch.Tensor, form: str) -> torch.Tensor:
 
 
 # --- both
-# ------------------------------------------------------------------------------------------
 
 
 def _planner(step: Save | Load, *, stock: bool) -> Any:

@@ -19,8 +19,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Mounted", "bindfs", "mounted", "why_missing"]
-
 _PROGRAM = Path(__file__).with_name("fuse_program.py")
 _PATIENCE = 30.0  # seconds
 

@@ -29,7 +29,6 @@ MODES = ["disabled", "async", "async_with_pinned_mem"]
 
 
 # --- the trainer
-# ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,6 @@ def test_a_run_of_torchtitans_own_goes_on(tmp_path, whole):
 
 
 # --- quantized models
-# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["deepseek", "gpt_oss"])
@@ -110,7 +108,6 @@ def test_rs_reader_takes_the_place_of_torchs_quantized_reader(tmp_path, model):
 
 
 # --- the manager
-# ---------------------------------------------------------------------------------------
 
 
 class Part:

@@ -130,7 +130,6 @@ def _report_ended(programs: dict[int, socket.socket]) -> None:
 
 
 # --- in the child
-# ----------------------------------------------------------------------------------
 
 
 def _open_standard_streams() -> None:

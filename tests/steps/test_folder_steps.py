@@ -223,7 +223,6 @@ def test_a_look_does_not_list_folders_with_a_name_in_another_form(root, monkeypa
 
 
 # --- what is noted of a save
-# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
@@ -294,7 +293,6 @@ def test_notes_are_plain_json(root):
 
 
 # --- removal
-# ---------------------------------------------------------------------------------------------
 
 
 def test_a_removal_that_was_cut_short_leaves_no_step(root):

@@ -54,7 +54,6 @@ def flip(manager, step):
 
 
 # --- saves and loads
-# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, "3", True, None, np.float32(1), torch.tensor(1.0)])
@@ -129,7 +128,6 @@ def test_arguments_that_make_no_sense_are_refused_at_once(run, wrong):
 
 
 # --- what is resumed from
-# --------------------------------------------------------------------------------
 
 
 def test_a_run_that_never_saved_begins_anew_beside_what_a_kill_left(run):
@@ -182,7 +180,6 @@ def test_a_state_dict_that_does_not_fit_is_no_damage(run):
 
 
 # --- names and files of the user's
-# --------------------------------------------------------------------------
 
 
 def test_files_of_the_user_are_in_a_step_and_go_with_it(run, tmp_path):
@@ -242,7 +239,6 @@ def test_steps_have_the_name_that_is_asked_for(run):
 
 
 # --- what goes
-# -------------------------------------------------------------------------------------------
 
 
 def test_resumed_and_best_steps_stay(run):
@@ -312,7 +308,6 @@ def test_a_full_disk_names_what_could_go_and_the_run_goes_on(tmp_path, backgroun
 
 
 # --- a save in the background that fails
-# -----------------------------------------------------------------
 
 
 def fail_at(call, manager):
@@ -542,7 +537,6 @@ def test_max_bytes_spares_the_newest_good_step_below_a_damaged_one(run):
 
 
 # --- an earlier run
-# ----------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_beside_a_run_takes_nothing_over(run):
@@ -668,7 +662,6 @@ with dcp_rs.CheckpointManager(sys.argv[1], keep_last=1) as manager:
 
 
 # --- preemption
-# ------------------------------------------------------------------------------------------
 
 
 def test_a_signal_is_a_reason_to_save(run):

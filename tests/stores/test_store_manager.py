@@ -53,7 +53,6 @@ def is_index(request):
 
 
 # --- one manager
-# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reuse", [True, "frozen"])
@@ -107,7 +106,6 @@ def test_no_secret_is_shown(make, server):
 
 
 # --- requests that fail
-# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -202,7 +200,6 @@ def test_undeletable_step_is_warned_of_and_removed_later(make, server):
 
 
 # --- another manager
-# ---------------------------------------------------------------------------------------
 
 
 def commits_meanwhile(server, make):
@@ -303,7 +300,6 @@ def test_a_save_makes_no_way_by_removing_one_that_begins_beside_it(make, server,
 
 
 # --- killed
-# --------------------------------------------------------------------------------------------------
 
 RUN = """
     import os, signal, sys, warnings
@@ -396,7 +392,6 @@ def test_killed_at_any_moment_a_run_goes_on_from_the_newest(make, server):
 
 
 # --- ranks
-# ---------------------------------------------------------------------------------------------------
 
 
 def fail_together(url, options):

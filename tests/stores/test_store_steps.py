@@ -32,7 +32,6 @@ def steps_on(server):
 
 
 # --- looking
-# ---------------------------------------------------------------------------------------------
 
 
 def test_the_latest_is_found_without_a_look_at_all_others(root, server):
@@ -166,7 +165,6 @@ def test_a_store_that_does_not_answer_says_nothing_of_a_step(root, server):
 
 
 # --- what is noted of a save
-# -----------------------------------------------------------------------------
 
 
 def test_a_note_that_is_too_long_is_not_fetched(root, server):
@@ -221,7 +219,6 @@ def test_a_note_that_is_gone_after_the_commit_is_an_error(root, server):
 
 
 # --- removal
-# ---------------------------------------------------------------------------------------------
 
 
 def test_a_removal_takes_all_of_a_step_and_the_index_first(root, server):

@@ -31,8 +31,6 @@ from dcp_rs.checkpoint.index import index
 from support.oracle import raw_bytes, state_differences
 from support.states import dtypes_state, random_tensor, shapes_state, strange_names_state
 
-__all__ = ["Case", "Entry", "NonconformingError", "Read", "cases"]
-
 #: A tensor: its dtype (a name of section 6 of the format), its shape, its elements in row-major
 #: order, little-endian. A value: its bytes.
 Entry = tuple[str, tuple[int, ...], bytes] | bytes
@@ -115,7 +113,6 @@ def _check_entry(what: str, got: Entry, want: Any) -> None:
 
 
 # --- checkpoints to read
-# ----------------------------------------------------------------------------
 
 
 class _Cut(DefaultSavePlanner):
@@ -230,7 +227,6 @@ def _with_other_bits(path: Path) -> dict[str, Any]:
 
 
 # --- checkpoints to refuse
-# -------------------------------------------------------------------------
 
 
 def _small(path: Path) -> dict[str, Any]:

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-__all__ = [
-    "Breaks",
-    "FailingSavePlanner",
-    "LoadBreaks",
-    "MishapError",
-    "SaveBreaks",
-    "Slow",
-    "die_in",
-    "watched",
-]
-
 #: Nobody may wait longer for a rank that has failed.
 PATIENCE = 20  # seconds
 

@@ -13,17 +13,6 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-__all__ = [
-    "WAYS",
-    "in_a_delegating_wrapper",
-    "in_a_forwarding_wrapper",
-    "in_a_subclass",
-    "in_the_class",
-    "inner",
-    "on_the_object",
-    "overridable",
-]
-
 
 def overridable(kind: type) -> frozenset[str]:
     """Return the methods of a class of torch's planners: those that DCP may call, and those that they call."""

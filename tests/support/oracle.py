@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["assert_state_equal", "memory_of", "raw_bytes", "same_bits", "state_differences"]
-
 #: Types whose ``==`` compares everything.
 _EXACT = (type(None), bool, int, str, bytes, bytearray)
 #: Types that are compared by identity: pickle stores these by name.

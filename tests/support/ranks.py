@@ -76,7 +76,6 @@ class _Call:
 
 
 # --- in the rank process
-# ---------------------------------------------------------------------------
 
 
 def _portable(error: BaseException) -> BaseException:
@@ -170,7 +169,6 @@ def _serve(stacks: str, pipe_number: int) -> None:
 
 
 # --- in the test process
-# ---------------------------------------------------------------------------
 
 
 class _Rank:

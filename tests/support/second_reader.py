@@ -55,7 +55,6 @@ def check(holds, rule):
 
 
 # --- XXH3-64, seed 0, from its specification
-# -------------------------------------------------------
 
 MASK = (1 << 64) - 1
 PRIME32_1, PRIME32_2, PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
@@ -174,7 +173,6 @@ def xxh3_64_long(data):
 
 
 # --- section 5: values
-# -----------------------------------------------------------------------------
 
 
 def decode_value(data):
@@ -249,7 +247,6 @@ def decode_at(data, at, depth=0):
 
 
 # --- section 3: the index
-# --------------------------------------------------------------------------
 
 
 @dataclass

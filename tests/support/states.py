@@ -9,17 +9,6 @@ import torch
 from support.oracle import memory_of, raw_bytes
 from support.second_reader import DTYPES
 
-__all__ = [
-    "ALL_DTYPES",
-    "blank",
-    "can_copy",
-    "dtypes_state",
-    "nested_state",
-    "random_tensor",
-    "shapes_state",
-    "strange_names_state",
-]
-
 #: The dtypes of the format that the installed torch has (bcomplex32 is the newest).
 ALL_DTYPES: list[torch.dtype] = [
     getattr(torch, name) for name, _, _ in DTYPES.values() if hasattr(torch, name)

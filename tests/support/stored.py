@@ -8,8 +8,6 @@ import dcp_rs
 from support.object_server import ObjectServer
 from support.states import blank
 
-__all__ = ["large_state", "loaded", "names", "small_state"]
-
 
 def small_state():
     """Less than a part of a multipart upload."""

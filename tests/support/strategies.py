@@ -11,8 +11,6 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from support.states import ALL_DTYPES, can_copy, random_tensor
 
-__all__ = ["dtypes", "meshes", "names", "placements", "state_dicts", "tensors", "values"]
-
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:
     """Return a strategy for the dtypes of the format that the installed torch can copy."""

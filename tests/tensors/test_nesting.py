@@ -288,7 +288,6 @@ def assert_second_reader_agrees(path, state):
 
 
 # --- conversions and comparisons
-# ------------------------------------------------------------------------
 
 
 def test_a_conversion_to_a_file_of_torch_and_back_keeps_all(tmp_path):
@@ -383,7 +382,6 @@ def test_a_comparison_sees_types(tmp_path, one, other, found):
 
 
 # --- values
-# ---------------------------------------------------------------------------------------------
 
 
 class StatefulDict(dict):

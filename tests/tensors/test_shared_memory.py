@@ -73,7 +73,6 @@ def test_a_destination_whose_elements_share_memory_is_refused(tmp_path, view, dt
 
 
 # --- views of the same memory, drawn
-# ---------------------------------------------------------------
 
 #: What loads may be given of a matrix of 6 by 8.
 VIEWS = {
@@ -157,7 +156,6 @@ def test_views_of_the_same_memory_are_filled_as_by_stock(entries, several_files)
 
 
 # --- planners that use memory again
-# ----------------------------------------------------------------
 
 
 class OneBuffer(dcp.DefaultLoadPlanner):
@@ -183,7 +181,6 @@ def test_a_planner_may_use_a_buffer_again(tmp_path):
 
 
 # --- ranks
-# -----------------------------------------------------------------------------------------
 
 
 def _sharded(path, tie):

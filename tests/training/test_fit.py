@@ -265,7 +265,6 @@ def test_what_is_known_of_groups_is_said_before_anything_is_read(ckpt):
 
 
 # --- kinds of tensors
-# -------------------------------------------------------------------------------
 
 
 class Rows(torch.optim.Optimizer):

@@ -325,7 +325,6 @@ def test_a_compiled_model_with_a_module_under_two_names(ckpt):
 
 
 # --- extra
-# ------------------------------------------------------------------------------------------
 
 
 def test_trees_come_back_as_they_were(ckpt):
@@ -454,7 +453,6 @@ def test_random_numbers(ckpt):
 
 
 # --- FSDP1 by its own functions
-# ---------------------------------------------------------------------
 
 
 def fsdp1(kind, seed, *, named=False):
@@ -569,7 +567,6 @@ def test_fsdp1_by_its_own_functions(tmp_path, ranks):
 
 
 # --- ranks
-# ------------------------------------------------------------------------------------------
 
 
 def without_state(path):

@@ -268,7 +268,6 @@ def test_a_tensor_of_which_a_part_is_shared_is_read_whole(ckpt):
 
 
 # --- who takes part, and who fails
-# -----------------------------------------------------------------------
 
 
 def load_in_a_group_by_path(path):

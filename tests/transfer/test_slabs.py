@@ -14,7 +14,6 @@ from support import threads
 from support.slabs import batch_of, saved, state
 
 # --- the engine
-# ------------------------------------------------------------------------------------
 
 
 def test_uncached_data_is_read_past_the_page_cache(ckpt):
@@ -127,7 +126,6 @@ def test_a_fork_leaves_the_threads_to_its_parent(ckpt):
 
 
 # --- their sizes
-# -----------------------------------------------------------------------------------
 
 
 def test_slab_sizes():

@@ -13,11 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcp_rs.checkpoint.folders import make_folder
+from dcp_rs.checkpoint.folders import make_folder, sync
 from dcp_rs.engine.ranks import RankGroup
-from dcp_rs.steps.folder_store import sync
-
-__all__ = ["Transfer", "send_files"]
 
 #: Bytes of a block, and the number of files that a rank sends and receives at the same time.
 _BLOCK, _AT_ONCE = 8 << 20, 8

@@ -23,8 +23,6 @@ from dcp_rs.errors import SaveInProgressError
 from dcp_rs.steps import notes
 from dcp_rs.steps.step_store import File, Files, Listing, SkipKind, SkippedStep, Step, StepStore
 
-__all__ = ["FolderStepStore", "sync"]
-
 T = TypeVar("T")
 
 #: A folder gets such a name before it is deleted, so that no half of a step has its name.

@@ -19,8 +19,6 @@ from dcp_rs.steps.exchange import Transfer, send_files
 from dcp_rs.steps.nodes import Nodes, newer_than_root
 from dcp_rs.steps.step_store import SkippedStep, Step
 
-__all__ = ["Choice", "NodeLoad"]
-
 #: A data file: name and length.
 _File = tuple[str, int]
 

@@ -14,27 +14,17 @@ from typing import Any
 
 from dcp_rs import _core
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file, local_path, rank_of
+from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file, local_path, rank_of, sync
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError, StorageError
 from dcp_rs.options import local_ranks
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, check_save
 from dcp_rs.steps.exchange import Transfer, send_files
-from dcp_rs.steps.folder_store import FolderStepStore, sync
+from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.ranks import ManagerRanks
 from dcp_rs.steps.retention import Policies
 from dcp_rs.steps.step_store import File, Files, Step, StepStore
 from dcp_rs.steps.uploads import Uploads
-
-__all__ = [
-    "Layout",
-    "NodeStepStore",
-    "Nodes",
-    "TierReport",
-    "bytes_at",
-    "names_of_nodes",
-    "newer_than_root",
-]
 
 #: Seconds between two looks of all ranks at the uploads that are left.
 _LOOK = 2.0

@@ -14,8 +14,6 @@ from dcp_rs.engine.metadata import index_of
 from dcp_rs.errors import PlanError
 from dcp_rs.training.saved_tree import SavedEntries, join, path_of
 
-__all__ = ["MODEL", "OPTIM", "Part", "Parts"]
-
 #: The keys of a training state.
 MODEL, OPTIM = "model", "optim"
 #: Other keys that people give to the same entries. The first that is there counts.

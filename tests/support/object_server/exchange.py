@@ -17,8 +17,6 @@ from .state import Fault, Request
 if TYPE_CHECKING:
     from .state import ObjectServer
 
-__all__ = ["Exchange"]
-
 XML = {"Content-Type": "application/xml"}
 
 

@@ -9,8 +9,6 @@ from xml.sax.saxutils import escape
 
 from .exchange import XML, Exchange
 
-__all__ = ["Reading"]
-
 
 class Reading(Exchange):
     """GET, HEAD, and the listing of a prefix."""

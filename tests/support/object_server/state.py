@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Fault", "ObjectServer", "Request", "Stored", "Upload"]
-
 
 @dataclass(frozen=True)
 class Request:

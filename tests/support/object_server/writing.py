@@ -10,8 +10,6 @@ from xml.sax.saxutils import escape, unescape
 from .exchange import XML, Exchange
 from .state import Upload
 
-__all__ = ["Writing"]
-
 
 class Writing(Exchange):
     """PUT with conditions, copies, multipart uploads, DELETE of one or of many."""

@@ -18,8 +18,6 @@ from support.simulated import install
 if TYPE_CHECKING:
     from datetime import timedelta
 
-__all__ = ["register", "sent"]
-
 
 class _Work(dist.Work):
     """Done when a stream has come so far. Until then it keeps the memory."""
