@@ -9,6 +9,7 @@ import dcp_rs
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.errors import CorruptIndexError
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer.upload import SlabLoad
 from support import threads
@@ -32,6 +33,18 @@ def test_one_buffered_tensor_leaves_the_others_parallel(tmp_path, server):
     dcp_rs.load(into, server.url("x"), storage_options=server.options(), max_inflight_bytes=4 * MIB)
     assert all(into[name].equal(state[name]) for name in state)
     assert server.most_at_once >= 8
+
+
+def test_index_of_another_length_than_its_header_says_is_not_fetched(server):
+    """One of a terabyte took 1.1 GB before its error."""
+    dcp_rs.save({"w": torch.ones(2)}, server.url("x"), storage_options=server.options())
+    key = "x/index.dcprs"
+    server.put(key, server.objects[key].data + bytes(64 * MIB))
+    server.requests.clear()
+    with pytest.raises(CorruptIndexError, match="its header says"):
+        dcp_rs.open(server.url("x"), storage_options=server.options())
+    (asked,) = (request for request in server.asked("GET") if request.key == key)
+    assert asked.range is not None
 
 
 def many(value):
