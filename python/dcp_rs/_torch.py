@@ -97,6 +97,11 @@ def is_gloo(group: dist.ProcessGroup | None) -> bool:
     )
 
 
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Return true if a process group was made by torch.distributed, and not destroyed since."""
+    return group in _world.pg_map
+
+
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """Return the timeout of a process group."""
     group = group or _get_default_group()

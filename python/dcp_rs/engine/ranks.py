@@ -378,9 +378,21 @@ class _Failure:
 
 
 def check_group(group: Any) -> None:
-    """Raise a ``TypeError`` unless ``group`` may be a process group."""
+    """Raise unless ``group`` may be a process group of torch.distributed.
+
+    Raises:
+        TypeError: it is no process group.
+        ValueError: torch.distributed does not know it.
+    """
     # torch gives a marker to ranks outside of a new group. It is refused later, on all ranks.
-    if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    if isinstance(group, dist.ProcessGroup):
+        if not _torch.is_known(group):
+            raise ValueError(
+                "torch.distributed does not know the process_group=: it was destroyed, or torchft "
+                "made it. Pass a group that init_process_group() or new_group() made"
+            )
         return
     hint = (
         ": pass mesh.get_group(), the group of one dimension"

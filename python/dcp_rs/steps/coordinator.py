@@ -45,6 +45,7 @@ class Prepared:
     Attributes:
         save_id: its id.
         run: the id of its run.
+        since: the time at which the run began.
         parent: the folder of the step that it may reuse, if there is one.
         is_trusted: this manager saved the parent, and loaded nothing since.
         overwrite: whether it may replace a checkpoint.
@@ -52,6 +53,7 @@ class Prepared:
 
     save_id: str
     run: str | None
+    since: float
     parent: Path | None
     is_trusted: bool
     overwrite: bool
@@ -147,8 +149,8 @@ class Coordinator:
         self._begun.add(save_id)
         if replaces:
             remember(self._store.folder(step))  # which the caller said, or the load that failed
-        run = self._store.run
-        return Prepared(save_id, run, parent, is_trusted, overwrite=force or replaces)
+        run, since = self._store.run, self._store.since
+        return Prepared(save_id, run, since, parent, is_trusted, overwrite=force or replaces)
 
     def begin_upload(self, step: Step, files: Mapping[str, bytes], *, force: bool) -> None:
         """Prepare the root for a step that is uploaded from nodes.

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from dcp_rs._arguments import check_arguments, no_attribute, suggest_option
 from dcp_rs._url import StoreArguments, StrPath
 from dcp_rs._warnings import warn_caller
 from dcp_rs.engine.background import SaveFuture
-from dcp_rs.engine.ranks import RankGroup
+from dcp_rs.engine.ranks import RankGroup, check_group
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.reuse import Frozen
 from dcp_rs.errors import (
@@ -28,6 +29,7 @@ from dcp_rs.errors import (
     CorruptDataError,
     CorruptIndexError,
     DcpRsError,
+    RankLostError,
     UnsupportedError,
 )
 from dcp_rs.options import (
@@ -55,9 +57,21 @@ from dcp_rs.steps.node_load import Choice, NodeLoad
 from dcp_rs.steps.nodes import Nodes, NodeStepStore, TierReport, names_of_nodes
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.preemption import Preemption
-from dcp_rs.steps.ranks import ManagerRanks
+from dcp_rs.steps.ranks import ManagerRanks, save_of_others
 from dcp_rs.steps.retention import Policies, PolicyArguments
 from dcp_rs.steps.step_store import SkippedStep, Step
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What a manager did: the run that it began, the step that it loaded, and the last step."""
+
+    run: str | None = None
+    since: float = 0.0
+    resumed: int | None = None
+    went_back: bool = False
+    done: int | None = None
+
 
 #: A load of the latest step that fails with one of these goes on with the step before.
 _DAMAGED = (CorruptDataError, CorruptIndexError, CheckpointNotFoundError)
@@ -117,7 +131,8 @@ class CheckpointManager:
             MiB of each is compared.
         verify_reuse: read the reused data, and write again what does not match its digests.
         process_group: the ranks that save and load together. Default: all ranks. The manager makes
-            gloo groups of these ranks.
+            gloo groups of these ranks. If ranks come and go while the job runs, pass their group
+            to each call.
         no_dist: this process saves and loads by itself.
         step_name: the name of a step's folder, with ``{}`` for its number. Only such folders are
             steps.
@@ -222,7 +237,7 @@ class CheckpointManager:
         self._on_error, self._max_failures, self._retry_after = on_error, max_failures, retry_after
         self._failures = 0  # in a row
         self._retry_at: int | None = None
-        self._begun: int | None = None  # the step of the last save that began
+        self._begun: tuple[int, str] | None = None  # the last save that began: its step, its id
         self._reuse, self._verify_reuse = reuse is not False, verify_reuse
         self._frozen: Globs = None
         if not isinstance(reuse, bool):
@@ -236,6 +251,9 @@ class CheckpointManager:
         self._closed = False
         self._done: int | None = None  # the last step that was saved or loaded
         self._ranks = ManagerRanks(process_group, no_dist=no_dist)
+        self._no_dist = no_dist
+        self._is_named = False  # a call named its process group
+        self._lost: tuple[int, str] | None = None  # the save that lost a rank: as _begun
         self._nodes: Nodes | None = None
         names = names_of_nodes(self._ranks, local, node)
         if local is not None:
@@ -250,6 +268,8 @@ class CheckpointManager:
                 copies=copies,
                 on_saved=on_saved,
             )
+        else:
+            self._share_past(None)
         self._preemption = Preemption(preemption)
 
     def __repr__(self) -> str:
@@ -385,7 +405,9 @@ class CheckpointManager:
     # --- saves
 
     @suggest_option
-    def should_save(self, step: SupportsIndex) -> bool:
+    def should_save(
+        self, step: SupportsIndex, *, process_group: dist.ProcessGroup | None = None
+    ) -> bool:
         """Return whether to save this step: a multiple of ``save_every``, or a rank is to stop.
 
         It is false for a step that was just saved or loaded. At multiples of ``preemption_every``,
@@ -394,6 +416,7 @@ class CheckpointManager:
 
         Args:
             step: its number.
+            process_group: as for :meth:`save`.
 
         Returns:
             Whether to save it; the same on all ranks.
@@ -409,7 +432,7 @@ class CheckpointManager:
             assert not manager.should_save(1001)
             ```
         """
-        self._check_open()
+        self._meet(process_group)
         number = step_number(step)
         check_step(number)
         asks = self._preemption.is_set_up or self._ranks.pending is not None
@@ -432,6 +455,7 @@ class CheckpointManager:
         force: bool = False,
         planner: SavePlanner | None = None,
         extra_files: ExtraFiles | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> SavedMetadata | None:
         """Save a step. Then remove the steps that the policies do not keep.
 
@@ -445,6 +469,10 @@ class CheckpointManager:
             extra_files: files for the folder of the step, such as a tokenizer: bytes, or the path
                 of a file, by name. Those of the first rank count. They are removed with the step.
                 Files of a step that ``force`` replaces go once the new one is whole.
+            process_group: the ranks that make this call. Pass a new group whenever ranks come or
+                go, and a group to each call from then on. If a save in the background began in the
+                group before, the call first waits for its end. If it lost a rank, a warning says
+                that its step was not saved.
 
         Returns:
             The metadata of the checkpoint, as :func:`dcp_rs.save`; None if the save failed, and
@@ -456,7 +484,9 @@ class CheckpointManager:
             RunTakenOverError: another job resumed this run.
             PlanError: the ranks save different steps.
             ValueError: ``step`` is not a number from 0 on, metrics are not numbers, or names of
-                files are invalid.
+                files are invalid; or an earlier call named a ``process_group``, and this one does
+                not.
+            UnsupportedError: ``process_group`` is another group, and the manager has ``local``.
             Exception: as :func:`dcp_rs.save`; or the error of an earlier save in the background.
 
         Example:
@@ -466,6 +496,7 @@ class CheckpointManager:
             ```
         """
         number = step_number(step)
+        self._meet(process_group)
         self._settle()
         metadata: SavedMetadata | None = None
         with self._may_fail(number):
@@ -495,6 +526,7 @@ class CheckpointManager:
         planner: SavePlanner | None = None,
         async_staging: bool = False,
         extra_files: ExtraFiles | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> SaveFuture:
         """Save a step in the background, after the save before it.
 
@@ -502,7 +534,8 @@ class CheckpointManager:
         done.
 
         Args:
-            step, state_dict, metrics, force, planner, extra_files: as for :meth:`save`.
+            step, state_dict, metrics, force, planner, extra_files, process_group: as for
+                :meth:`save`.
             async_staging: as for :func:`dcp_rs.async_save`.
 
         Returns:
@@ -521,18 +554,22 @@ class CheckpointManager:
             ```
         """
         number = step_number(step)
+        self._meet(process_group)
         self._settle()
         begun = failed = SaveFuture()
         with self._may_fail(number, failed):
             path, options, committed = self._begin(number, metrics, extra_files, force=force)
             options |= {"planner": planner, "async_staging": async_staging}
-            self._done = self._begun = number
+            self._done = number
             begun = self._ranks.save(state_dict, path, committed, **options)
         return begun  # noqa: RET504  # the context may have ended the call
 
     @suggest_option
-    def wait(self) -> None:
+    def wait(self, *, process_group: dist.ProcessGroup | None = None) -> None:
         """Wait for the save in the background, if there is one.
+
+        Args:
+            process_group: as for :meth:`save`.
 
         Raises:
             Exception: the error of the save.
@@ -544,14 +581,18 @@ class CheckpointManager:
             manager.wait()
             ```
         """
+        self._meet(process_group)
         self._settle()
 
     @suggest_option
-    def delete(self, step: SupportsIndex) -> None:
+    def delete(
+        self, step: SupportsIndex, *, process_group: dist.ProcessGroup | None = None
+    ) -> None:
         """Remove a step, whatever the policies say.
 
         Args:
             step: its number.
+            process_group: as for :meth:`save`.
 
         Raises:
             CheckpointNotFoundError: there is no such step.
@@ -567,6 +608,7 @@ class CheckpointManager:
             ```
         """
         number = step_number(step)
+        self._meet(process_group)
         self._settle()
         self._ranks.run(partial(check_step, number))
 
@@ -617,6 +659,7 @@ class CheckpointManager:
         *,
         planner: LoadPlanner | None = None,
         take_over: bool = True,
+        process_group: dist.ProcessGroup | None = None,
         **read_options: Unpack[LoadArguments],
     ) -> int | None:
         """Load a step into ``state_dict``.
@@ -636,6 +679,7 @@ class CheckpointManager:
             take_over: this process continues the run. A job that ran before then gets a
                 ``RunTakenOverError`` from its next save, and removes no steps any more. Pass
                 ``False`` to evaluate beside training.
+            process_group: as for :meth:`save`.
 
         Returns:
             The step that was loaded; None if there are no steps, and ``state_dict`` is unchanged.
@@ -666,6 +710,7 @@ class CheckpointManager:
             if isinstance(step, Mapping):
                 raise TypeError("the state dict comes first, then the step")
 
+        self._meet(process_group)
         load = partial(api.load, state_dict)
         return self._load(step, load, check, take_over=take_over, planner=planner, **read_options)
 
@@ -678,6 +723,7 @@ class CheckpointManager:
         step: SupportsIndex | None = None,
         *,
         take_over: bool = True,
+        process_group: dist.ProcessGroup | None = None,
         **options: Unpack[TrainingArguments],
     ) -> int | None:
         """Load a step that was saved with :func:`dcp_rs.optim.training_state`.
@@ -690,7 +736,7 @@ class CheckpointManager:
                 :func:`dcp_rs.load`.
             allow_external, storage_options, tiers, dequantize, views, replicas, progress: as for
                 :func:`dcp_rs.load`.
-            step, take_over: as for :meth:`load`.
+            step, take_over, process_group: as for :meth:`load`.
 
         Returns:
             As :meth:`load`.
@@ -709,6 +755,8 @@ class CheckpointManager:
 
         def check() -> None:
             check_arguments(CheckpointManager.load_training_state, options)
+
+        self._meet(process_group)
 
         def load(path: Path, **options: Any) -> LoadReport | None:
             return optim.load_training_state(path, model, optimizers, extra, **options)
@@ -733,7 +781,7 @@ class CheckpointManager:
         if nodes is not None:
             nodes.take_over()
         elif take_over:
-            self._ranks.broadcast(self._coordinator.take_over)
+            self._store.run, self._store.since = self._ranks.broadcast(self._take_over)
         self.report = None
         options = {**self._ranks.options, **options}
         # Each attempt iterates over globs and views.
@@ -828,13 +876,17 @@ class CheckpointManager:
     def _coordinators(self) -> list[Coordinator]:
         return [self._coordinator, *([] if self._nodes is None else [self._nodes.own])]
 
+    def _take_over(self) -> tuple[str | None, float]:
+        self._coordinator.take_over()
+        return self._store.run, self._store.since
+
     # --- the end
 
     @suggest_option
     def close(self) -> None:
         """Wait for the save in the background and for uploads, and restore signal handlers.
 
-        A second call does nothing.
+        A second call does nothing. It is made by the ranks of the call before.
 
         Raises:
             StorageError: with ``local``: steps are not at the root. They stay on the nodes, and the
@@ -891,6 +943,76 @@ class CheckpointManager:
             msg = f"the checkpoint manager of {self.root} is closed"
             raise DcpRsError(msg, path=self.root)
 
+    # --- the ranks
+
+    def _meet(self, process_group: dist.ProcessGroup | None) -> None:
+        """Let the ranks of ``process_group`` make this call and those after it.
+
+        The groups of the ranks before may be dead: nothing is sent there any more. The ranks that
+        stay tell the others what they did.
+        """
+        self._check_open()
+        if process_group is None:
+            if self._is_named:
+                msg = "earlier calls named a process_group=: pass the present one to this call, too"
+                raise ValueError(msg)
+            return
+        check_group(process_group)
+        if self._no_dist:
+            raise ValueError("no_dist=True and process_group= exclude each other")
+        self._is_named = True
+        if process_group is self._ranks.parent:
+            return
+        if self._nodes is not None:
+            msg = (
+                "with local=, the ranks of a manager stay the same, since the steps on the nodes "
+                "belong to them: close this manager, and make one of the new process_group="
+            )
+            raise UnsupportedError(msg)
+        failed = self._ranks.retire()
+        self._store.release()
+        if failed is not None and isinstance(failed.exception(), RankLostError):
+            failed, self._lost = None, self._begun
+        self._ranks = ManagerRanks(process_group, no_dist=False)
+        names_of_nodes(self._ranks, None, None)  # as ranks do that join
+        self._share_past(failed)
+
+    def _share_past(self, failed: SaveFuture | None) -> None:
+        """Take over what ranks did in earlier groups. A rank that joins did nothing.
+
+        If a save lost a rank, the coordinator looks whether it was committed.
+
+        Args:
+            failed: a save in the background that failed on this rank. The next call raises its
+                error on all ranks.
+        """
+        own, store = self._coordinator, self._store
+        past = _Past(store.run, store.since, own.resumed, own.went_back, self._done)
+        told = self._ranks.all_gather(
+            lambda: (past, self._lost, self.preempted, failed is not None)
+        )
+        pasts, losses, preempted, failures = zip(*told, strict=True)
+        past = next((each for each in pasts if each != _Past()), past)
+        store.run, store.since, own.went_back = past.run, past.since, past.went_back
+        self.resumed = own.resumed = past.resumed
+        self._done, self.preempted = past.done, any(preempted)
+        self._lost, self._failures, self._retry_at = None, 0, None
+        if any(failures):
+            self._ranks.pending = failed or save_of_others()
+        lost = next((each for each in losses if each is not None), None)
+        if lost is not None:
+            step, save_id = lost
+
+            def is_committed() -> bool:
+                found = store.look_at(step)
+                if isinstance(found, Step) and found.save_id == save_id:
+                    return True
+                own.problems.append(f"step {step} was not saved: its save lost a rank")
+                return False
+
+            self._done = step if self._ranks.broadcast(is_committed) else None
+            self._ranks.run(self._warn)
+
     # --- parts of a save
 
     def _begin(
@@ -906,6 +1028,7 @@ class CheckpointManager:
         Returns:
             The path to save to, options of the save, and what every rank calls after it.
         """
+        self._begun = None
         options = {**given(self._write), **self._ranks.options}
         if self._nodes is not None:
             with self._explaining():
@@ -923,7 +1046,9 @@ class CheckpointManager:
 
         with self._explaining():
             prepared = self._ranks.decide(step, prepare)
-        self._store.run = prepared.run  # on all ranks, which then know why a save fails
+        # On all ranks, which then know why a save fails.
+        self._store.run, self._store.since = prepared.run, prepared.since
+        self._begun = (step, prepared.save_id)
 
         def committed(ranks: RankGroup) -> None:
             if ranks.is_coordinator:
@@ -948,7 +1073,8 @@ class CheckpointManager:
         self._check_open()
         try:
             if self._ranks.pending is not None:
-                with self._may_fail(self._begun), self._explaining():
+                step = None if self._begun is None else self._begun[0]
+                with self._may_fail(step), self._explaining():
                     self._ranks.settle(self._warn)
         finally:
             if self._ranks.pending is None:
@@ -966,6 +1092,8 @@ class CheckpointManager:
             yield
         except BaseException as error:
             self._done = None
+            if isinstance(error, RankLostError):
+                self._lost = self._begun
             if self._on_error == "raise" or not isinstance(error, Exception):
                 raise
             may_pass = isinstance(error, (OSError, CorruptDataError)) and not isinstance(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ class ManagerRanks(RankGroup):
         no_dist: this process is alone.
 
     Attributes:
+        parent: the group of these ranks that the caller has; None for a process that is alone.
         options: the arguments of a save or a load that name the ranks.
         pending: the save in the background, until all ranks know its result.
     """
@@ -41,6 +43,7 @@ class ManagerRanks(RankGroup):
         if process_group is not None:
             check_group(process_group)
         is_alone = no_dist or not has_group()
+        self.parent = None if is_alone else process_group or dist.group.WORLD
         self._groups = [] if is_alone else [_gloo_group(process_group) for _ in range(2)]
         super().__init__(None if is_alone else self._groups[0], no_dist=is_alone)
         self.options: dict[str, Any] = {
@@ -168,16 +171,34 @@ class ManagerRanks(RankGroup):
             self.run(fail)
         return stops == _STOP, bool(failed)
 
+    def retire(self) -> SaveFuture | None:
+        """Wait for the save in the background, and close. Return the save if it failed."""
+        pending = self.pending
+        failed = pending is not None and pending.exception() is not None
+        self.close()
+        return pending if failed else None
+
     def close(self) -> None:
         """Release host memory, and destroy the groups. A rank that waits in one gets an error."""
         shared_blocks.clear()
         # A group closes its connections once nothing refers to it.
         self.process_group, self.options = None, {}
         while self._groups and dist.is_initialized():
-            dist.destroy_process_group(self._groups.pop())
+            with suppress(ValueError):  # the caller destroyed all groups
+                dist.destroy_process_group(self._groups.pop())
+
+
+def save_of_others() -> SaveFuture:
+    """Return a save that is over, for a rank that took no part in it."""
+    over = SaveFuture()
+    over.staged.set_result(None)
+    over.set_result(None)  # type: ignore[arg-type]  # nobody reads it
+    return over
 
 
 def _gloo_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if process_group is dist.group.WORLD:
+        process_group = None
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     group = dist.new_group(
         ranks,
