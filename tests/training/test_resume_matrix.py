@@ -33,7 +33,7 @@ PREFIX = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
 def wrap(kind, seed):
     """The model of a seed. Compiled modules have their names, and run as they are."""
     torch.compiler.set_stance("force_eager")
-    if kind in ("plain", "ddp", "fsdp2"):
+    if kind in ("plain", "ddp", "fsdp1", "fsdp2"):
         return parallelize(kind, seed)
     model = parallelize("plain", seed)
     for number, block in enumerate(model.blocks):
@@ -138,6 +138,7 @@ def hugging_face(path, model, optimizer, scheduler):
         save_file({k: v.contiguous() for k, v in parts[0].items()}, path / "model.safetensors")
 
 
+SHARDED = [native, stock_named, accelerate, torch_named]
 SOURCES = [native, stock_named, stock_raw, accelerate, torch_named, torch_raw, hugging_face]
 
 
@@ -201,6 +202,60 @@ def test_resumed_job_goes_on(saved, before, now, kind):
     saved_kinds = WRAPPERS if before == now == 2 else ["plain", "fsdp2", "mixed"]
     found = run_ranks(now, resume_all, saved[before], kind, saved_kinds, timeout=600)
     assert found == [{}] * now
+
+
+# --- four ranks that become two
+
+KINDS = ["plain", "ddp", "fsdp1", "fsdp2"]
+
+
+def save_four(root):
+    with quiet():
+        for kind in KINDS:
+            for source in SHARDED:
+                source(root / f"{source.__name__}-{kind}", *job(kind, steps=STEPS))
+                dist.barrier()
+
+
+def go_on(model, optimizer, scheduler):
+    """Return the losses of the steps that follow, and the weights after them."""
+    losses = []
+    for at in range(STEPS, STEPS + MORE):
+        losses.append(train_step(model, [optimizer], at))
+        scheduler.step()
+    return losses, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def resume_on_two(root, kind):
+    wrong = {}
+    losses, weights = go_on(*job(steps=STEPS))
+    for saved_kind in KINDS:
+        for source in SHARDED:
+            path = root / f"{source.__name__}-{saved_kind}"
+            try:
+                with quiet():
+                    resumed = job(kind, seed=1)
+                    load(path, *resumed)
+                    found = go_on(*resumed)
+                assert found[0] == losses
+                assert_state_equal(dict(found[1]), dict(weights))
+            except Exception as error:  # noqa: BLE001  # all are told together
+                wrong[path.name] = f"{type(error).__name__}: {error}"
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def saved_by_four(tmp_path_factory):
+    root = tmp_path_factory.mktemp("of-4")
+    run_ranks(4, save_four, root, timeout=600)
+    return root
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_ranks_become_two(saved_by_four, kind):
+    """Losses and weights are those of one process in stock torch that was not interrupted."""
+    assert run_ranks(2, resume_on_two, saved_by_four, kind, timeout=600) == [{}, {}]
 
 
 # --- what changed
