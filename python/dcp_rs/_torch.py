@@ -39,7 +39,6 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 chunk_list = planner_helpers._create_chunk_list
 find_shard = utils.find_tensor_shard
 flatten_sharded_tensors = _sharded_tensor_utils._flatten_sharded_tensors
-init_optimizer_state = state_dict._init_optim_state
 
 
 def loads_by_itself(optimizer: torch.optim.Optimizer) -> bool:
@@ -50,6 +49,13 @@ def loads_by_itself(optimizer: torch.optim.Optimizer) -> bool:
         type(optimizer).load_state_dict is own
         and not optimizer._optimizer_load_state_dict_pre_hooks
     )
+
+
+def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Let the steps of an optimizer call none of its hooks."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if name in vars(optimizer):
+            setattr(optimizer, name, {})
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:

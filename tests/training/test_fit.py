@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -11,8 +12,13 @@ from torch.distributed.tensor import DTensor
 import dcp_rs
 from dcp_rs import LoadReport, RsReader
 from dcp_rs.checkpoint.names import LoadNames
-from dcp_rs.errors import PlanError
-from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
+from dcp_rs.errors import PlanError, UnsupportedError
+from dcp_rs.optim import (
+    PerRank,
+    load_optim_state_dict,
+    load_training_state,
+    save_training_state,
+)
 from dcp_rs.training.load_optimizer import saved_optimizers
 from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.sources import Parts
@@ -150,6 +156,96 @@ def test_making_state_changes_nothing_else(ckpt):
     assert all(map(torch.equal, other.parameters(), parameters))
     assert [param.grad for param in other.parameters()] == [gradient, None, None, None]
     assert_state_equal(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+class Counting(torch.optim.Optimizer):
+    """Takes no closure, decays without a rate, keeps the gradient, and counts outside of its state."""
+
+    def __init__(self, params):
+        super().__init__(params, {"count": 0})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.steps += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                self.state[param].setdefault("first", param.grad.clone()).add_(param.grad)
+                param.mul_(0.9)
+
+
+@pytest.mark.parametrize("size", [4, 5], ids=["fits", "fails"])
+def test_making_state_changes_nothing_of_an_optimizer_of_ones_own(ckpt, size):
+    """Its step without a closure was tried with sparse gradients; its weights and counters changed."""
+    model, other = Four(), Four(size)
+    optimizer, resumed = Counting(model.parameters()), Counting(other.parameters())
+    train(model, optimizer)
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    before = [param.clone() for param in other.parameters()]
+    if size == 4:
+        with quiet():
+            load_optim_state_dict(ckpt, other, resumed)
+        assert_state_equal(resumed.state_dict(), optimizer.state_dict())
+    else:
+        with quiet(), pytest.raises(PlanError, match="has shape"):
+            load_training_state(ckpt, other, resumed)
+        assert resumed.param_groups[0]["count"] == 0
+    assert resumed.steps == 0
+    assert all(map(torch.equal, other.parameters(), before))
+
+
+def test_making_state_calls_no_hooks(ckpt):
+    """A hook that follows each step, for an average of the weights say, was called by the load."""
+    model = Four()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    resumed, calls = torch.optim.Adam(model.parameters()), []
+    resumed.register_step_pre_hook(lambda *_: calls.append("before"))
+    resumed.register_step_post_hook(lambda *_: calls.append("after"))
+    load_training_state(ckpt, model, resumed)
+    assert calls == []
+    train(model, resumed, 1)
+    assert calls == ["before", "after"]
+
+
+class Slow(torch.optim.SGD):
+    """Has a tensor of its own beside its state and groups."""
+
+    weight = 1.0
+
+    def state_dict(self):
+        return {**super().state_dict(), "weight": torch.tensor(self.weight)}
+
+    def load_state_dict(self, state):
+        state = dict(state)
+        self.weight = state.pop("weight", torch.tensor(-1.0)).item()
+        super().load_state_dict(state)
+
+
+def add_weight(optimizer, state):
+    return {**state, "weight": 2.0}
+
+
+def test_entries_beside_state_and_groups_are_refused(ckpt):
+    """They were left out of the checkpoint, silently."""
+    model = Four()
+    hooked = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked.register_state_dict_post_hook(add_weight)
+    optimizer = Slow(model.parameters(), lr=0.1)
+    for one in (optimizer, hooked):
+        with pytest.raises(UnsupportedError, match=r"has weight beside state.*extra="):
+            save_training_state(ckpt, model, one)
+    optimizer.weight = 3.0
+    save_training_state(ckpt, model, (), {"optimizer": optimizer}, fsync=False)
+    resumed = Slow(model.parameters(), lr=0.1)
+    load_training_state(ckpt, model, (), {"optimizer": resumed})
+    assert resumed.weight == 3.0
+    stored = torch.optim.SGD(model.parameters(), lr=0.1)
+    save_training_state(ckpt, model, stored, fsync=False)
+    with pytest.raises(UnsupportedError, match="has weight beside state"):
+        load_training_state(ckpt, model, resumed)
 
 
 def test_hooks_get_lists_of_parameters_and_the_optimizer_keeps_its_own(ckpt):
@@ -349,3 +445,42 @@ def as_made(path):
 def test_state_comes_back_as_the_optimizer_makes_it(tmp_path):
     """Sharded statistics of rows came back as plain tensors, and a plain mask as a DTensor."""
     run_ranks(2, as_made, tmp_path)
+
+
+class OfShards(torch.optim.Optimizer):
+    """Keeps plain tensors of its rank's shards."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                local = self.state[param].setdefault("local", torch.zeros_like(param.to_local()))
+                local += param.grad.to_local()
+                self.state[param].setdefault("alike", torch.ones(2))
+
+
+def save_state_of_shards(path):
+    model = nn.Linear(4, 4)
+    for param in model.parameters():
+        dist.broadcast(param.data, 0)
+    fully_shard(model)
+    optimizer = OfShards(model.parameters(), {})
+    model(torch.arange(4.0)).square().sum().backward()
+    optimizer.step()
+    with pytest.raises(PlanError, match=r"'weight.local' is a plain tensor that differs on ranks"):
+        save_training_state(path, model, optimizer)
+    for state in optimizer.state.values():
+        state["local"].zero_()
+    save_training_state(path, model, optimizer, fsync=False)
+    for state in optimizer.state.values():
+        state["local"].fill_(dist.get_rank())
+    save_training_state(f"{path}-each", model, (), {"optimizer": PerRank(optimizer)}, fsync=False)
+    for state in optimizer.state.values():
+        state["local"].zero_()
+    load_training_state(f"{path}-each", model, (), {"optimizer": PerRank(optimizer)})
+    return {float(state["local"].max()) for state in optimizer.state.values()}
+
+
+def test_plain_state_of_shards_is_refused(tmp_path):
+    """That of the first rank was saved for all ranks, silently."""
+    assert run_ranks(2, save_state_of_shards, str(tmp_path / "ckpt")) == [{0.0}, {1.0}]

@@ -31,6 +31,7 @@ from dcp_rs.training.optimizers import (
     is_fsdp1,
     is_named,
     names_by_key,
+    own_state_dict,
     parameter_names,
     renamed,
     settings_of,
@@ -44,6 +45,7 @@ from dcp_rs.training.settings import (
     check_kept,
     check_kinds,
     check_stateless,
+    is_of_torch,
     match_empty,
     warn_of_replaced,
 )
@@ -344,7 +346,7 @@ class SavedOptimizers:
         with _with_state(optimizer, needed=needed) as makes_state:
             state: Mapping[Any, Any] = dict(optimizer.state)
             if model is None:
-                osd = optimizer.state_dict()
+                osd = own_state_dict(optimizer, number)
                 by_key = names_by_key(names, osd, number)
                 own_keys = {fqn: key for key, fqn in by_key.items()}
                 made = {by_key.get(key, key): value for key, value in osd["state"].items()}
@@ -367,7 +369,7 @@ class SavedOptimizers:
         slots += [[slot] for slot in self._other_slots(others, known, is_only=is_only)]
         own: Mapping[str, Any] = {}
         if model is not None and self._partial.may_leave:
-            own = fsdp1_state(model, optimizer)["state"]
+            own = fsdp1_state(model, optimizer, number)["state"]
         for slot in itertools.chain.from_iterable(slots):
             slot.own = slot.made if model is None and not is_new else own.get(slot.fqn)
         return _Target(optimizer, slots, own_keys, after, is_converted)
@@ -645,41 +647,68 @@ def _with_state(optimizer: Optimizer, *, needed: bool) -> Iterator[bool]:
     if optimizer.state or not needed:
         yield needed
         return
-    rates = [group.get("lr") for group in optimizer.param_groups]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params]
     random_state = RngState().state_dict()
     is_made = False
     try:
         # Any error may come from the code of the optimizer.
-        with contextlib.suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for param in params:
-                param.grad = None
-            _make_state(optimizer, params)
+        with contextlib.suppress(Exception), _unchanged(optimizer, params):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                _make_state(optimizer, params)
             is_made = True
         if not is_made:
             optimizer.state.clear()
         yield is_made
     finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
         optimizer.state.clear()
         RngState().load_state_dict(random_state)
 
 
-def _make_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
-    """Make the state of an optimizer without state, by a step with gradients of zero."""
+@contextlib.contextmanager
+def _unchanged(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Undo, after this context, what a step changed apart from the state and the gradients.
+
+    The step of an optimizer that is not torch's may change parameters at a learning rate of zero,
+    and count in its groups and attributes. No hooks are called: the step is not one of the job.
+    """
+    groups = [dict(group) for group in optimizer.param_groups]
+    attributes = dict(vars(optimizer))
+    changing = () if is_of_torch(optimizer) else params
+    values = [param.detach().clone() for param in changing]
+    _torch.drop_step_hooks(optimizer)
     try:
-        _torch.init_optimizer_state(optimizer)
+        yield
+    finally:
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(settings)
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        with torch.no_grad():
+            for param, value in zip(changing, values, strict=True):
+                param.copy_(value)
+
+
+def _make_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
+    """Make the state of an optimizer, by a step with gradients and learning rates of zero."""
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            rate = group["lr"]
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    trained = [param for param in params if param.requires_grad]
+    for param in params:
+        param.grad = torch.zeros_like(param) if param.requires_grad else None
+    try:
+        optimizer.step()
     except Exception:  # noqa: BLE001  # any, from the code of the optimizer
+        optimizer.state.clear()
         # SparseAdam takes sparse gradients alone.
-        for param in params:
-            if param.requires_grad:
-                param.grad = torch.zeros_like(param).to_sparse()
+        for param in trained:
+            param.grad = torch.zeros_like(param).to_sparse()
         optimizer.step()
 
 

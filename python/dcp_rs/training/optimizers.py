@@ -20,11 +20,13 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp.api import ShardingStrategy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
 from dcp_rs.engine.ranks import RankGroup
-from dcp_rs.errors import PlanError
+from dcp_rs.errors import PlanError, UnsupportedError
+from dcp_rs.tensors.flatten import flatten
 from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.training.names import unwrapper
 
@@ -44,21 +46,27 @@ def optimizer_state(
 
     Raises:
         PlanError: an optimizer has a parameter that is not in the model, or two optimizers have
-            state for one parameter.
+            state for one parameter. Or ranks have different tensors under one name.
+        UnsupportedError: the state dict of an optimizer has more than state and groups.
     """
     fsdp1 = is_fsdp1(models[0])
     fqns_of = {} if fsdp1 else fqns_by_parameter(models)
     states = [
         plain_numbers(
-            fsdp1_state(models[0], optimizer) if fsdp1 else _named_state(fqns_of, optimizer, number)
+            fsdp1_state(models[0], optimizer, number)
+            if fsdp1
+            else _named_state(fqns_of, optimizer, number)
         )
         for number, optimizer in enumerate(optimizers)
     ]
     groups = [group for osd in states for group in osd["param_groups"]]
-    return {
-        "state": joined((osd["state"] for osd in states), "optimizers"),
-        "param_groups": _of_all_ranks(groups, ranks),
-    }
+    state = joined((osd["state"] for osd in states), "optimizers")
+    copies = {} if fsdp1 or ranks.is_alone else _copies(models, state)
+    told = ranks.all_gather(lambda: (_digest(to_bytes(groups)), copies))
+    _check_copies([of_rank for _, of_rank in told])
+    if len({digest for digest, _ in told}) > 1:
+        groups = _of_all_ranks(groups, ranks)
+    return {"state": state, "param_groups": groups}
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
@@ -93,18 +101,36 @@ def joined(parts: Iterable[Mapping[str, Any]], owners: str) -> dict[str, Any]:
 def _named_state(
     fqns_of: Mapping[int, list[str]], optimizer: Optimizer, number: int
 ) -> dict[str, Any]:
-    osd = optimizer.state_dict()
+    osd = own_state_dict(optimizer, number)
     names = names_by_key(parameter_names(fqns_of, optimizer, number), osd, number)
     return renamed(osd, lambda key: names.get(key, key))
 
 
-def fsdp1_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def fsdp1_state(model: torch.nn.Module, optimizer: Optimizer, number: int) -> dict[str, Any]:
     """Return the state dict of an optimizer of an FSDP1 model. This is a collective."""
     with sharded_state_dicts(model):
         osd = FullyShardedDataParallel.optim_state_dict(
-            model, optimizer, optimizer.state_dict(), group=fsdp1_group(model)
+            model, optimizer, own_state_dict(optimizer, number), group=fsdp1_group(model)
         )
     return renamed(osd, without_compiler)
+
+
+def own_state_dict(optimizer: Optimizer, number: int) -> dict[str, Any]:
+    """Return the state dict of an optimizer.
+
+    Raises:
+        UnsupportedError: its class or a hook adds entries, which belong to no parameter or group.
+    """
+    osd = optimizer.state_dict()
+    more = sorted(str(key) for key in osd.keys() - {"state", "param_groups"})
+    if more:
+        msg = (
+            f"the state_dict() of optimizer {number} ({type(optimizer).__name__}) has "
+            f"{', '.join(more)} beside state and param_groups, which would be lost. Pass the "
+            "optimizer in extra= instead: there it is saved as it is"
+        )
+        raise UnsupportedError(msg)
+    return osd
 
 
 def renamed(osd: Mapping[str, Any], name: Callable[[Any], Any]) -> dict[str, Any]:
@@ -125,14 +151,63 @@ def _of_all_ranks(groups: list[dict[str, Any]], ranks: RankGroup) -> list[dict[s
 
     DCP would keep those of one rank.
     """
-    digests = ranks.all_gather(lambda: hashlib.blake2b(to_bytes(groups), digest_size=16).digest())
-    if len(set(digests)) == 1:
-        return groups
-    gathered = ranks.all_gather(lambda: groups)
     union: dict[bytes, dict[str, Any]] = {}
-    for group in itertools.chain.from_iterable(gathered):
+    for group in itertools.chain.from_iterable(ranks.all_gather(lambda: groups)):
         union.setdefault(to_bytes(group), group)
     return list(union.values())
+
+
+def _copies(models: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return digests of the plain tensors in the state of sharded parameters, by name.
+
+    DCP saves a plain tensor once, as a copy of all ranks.
+    """
+    digests = {}
+    for model in models:
+        unwrap = unwrapper(model)
+        for key, param in model.named_parameters():
+            fqn = unwrap(key)
+            if not isinstance(param, DTensor) or not isinstance(state.get(fqn), Mapping):
+                continue
+            for name, value in flatten(state[fqn]).values.items():
+                # Counters of steps are many.
+                if _is_plain(value) and value.numel() > 1:
+                    data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+                    digests[f"{fqn}.{name}"] = _digest(data.numpy())
+    return digests
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        type(value) in _torch.PLAIN_TYPES
+        and value.layout is torch.strided
+        and not value.is_meta
+        and not hasattr(value, "__create_chunk_list__")
+    )
+
+
+def _check_copies(copies: Sequence[Mapping[str, bytes]]) -> None:
+    """Raise if ranks have different tensors under one name.
+
+    Raises:
+        PlanError: they have.
+    """
+    first: dict[str, tuple[int, bytes]] = {}
+    for rank, of_rank in enumerate(copies):
+        for name, digest in of_rank.items():
+            other, expected = first.setdefault(name, (rank, digest))
+            if digest != expected:
+                msg = (
+                    f"the optimizer state {name!r} is a plain tensor that differs on ranks {other} "
+                    f"and {rank}, and its parameter is sharded: only one of them would be saved. "
+                    "Make it of the parameter, as torch.zeros_like(param) does, so that it is "
+                    "sharded as well; or pass the optimizer as PerRank(optimizer) in extra="
+                )
+                raise PlanError(msg, tensor=name)
+
+
+def _digest(data: Any) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def check_kinds(
     """
     if set(saved) == set(own):
         return None
-    is_exact = type(optimizer).__module__.startswith("torch.") and type(optimizer) is not LBFGS
+    is_exact = is_of_torch(optimizer) and type(optimizer) is not LBFGS
     lacks = is_new and not set(own) <= set(saved)
     # Those of torch make all of it in the first step, so a setting that is kept counts as well.
     if not (lacks or group.replaced(kept=is_exact) or any(group.unshared())):
@@ -164,6 +164,11 @@ def check_kinds(
         "optimizer as the saved one was made, or pass partial={'optimizer'} to keep the state that "
         "does not fit as it is"
     )
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Return whether the class of an optimizer is one of torch's own."""
+    return type(optimizer).__module__.startswith("torch.")
 
 
 def check_stateless(
