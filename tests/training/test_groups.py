@@ -121,6 +121,95 @@ def test_groups_in_another_order(ckpt):
     assert settings(resumed, "weight_decay") == [0.0, 0.1]
 
 
+def scheduled(*groups, steps=0, kind):
+    """A job with a scheduler, and the learning rates of its parameters after some steps."""
+    model, optimizer = job(*groups, steps=steps)
+    return model, optimizer, {"schedule": kind(optimizer)}
+
+
+def rates(model, optimizer, extra, steps=3):
+    for _ in range(steps):
+        optimizer.step()
+        extra["schedule"].step()
+    rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    return [rate.get(id(param)) for param in model.parameters()]
+
+
+def by_lambda(optimizer):
+    return optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+
+def in_sequence(optimizer):
+    after = optim.lr_scheduler.ConstantLR(optimizer)
+    return optim.lr_scheduler.SequentialLR(optimizer, [by_lambda(optimizer), after], [9])
+
+
+FAST, SLOW = {"lr": 0.4}, {"lr": 0.2}
+
+
+@pytest.mark.parametrize("kind", [by_lambda, in_sequence])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ([("ab", FAST), ("cd", SLOW)], [("cd", SLOW), ("ab", FAST)]),
+        ([("ab", FAST), ("cd", SLOW)], [("cd", SLOW)]),
+        ([("ab", FAST), ("cd", FAST)], [("abcd", FAST)]),
+        ([("abcd", FAST)], [("ab", FAST), ("cd", FAST)]),
+    ],
+    ids=["order", "removed", "one", "two"],
+)
+def test_scheduler_of_groups_that_moved(ckpt, before, now, kind):
+    """Its rates go by the number of the group: those of two groups were exchanged, silently."""
+    saved = scheduled(*before, steps=2, kind=kind)
+    rates(*saved)
+    save_training_state(ckpt, *saved, fsync=False)
+    resumed = scheduled(*now, kind=kind)
+    load_training_state(ckpt, *resumed)
+    found = rates(*resumed)
+    assert all(rate in (None, want) for rate, want in zip(found, rates(*saved), strict=True))
+
+
+def test_schedulers_of_several_optimizers(ckpt):
+    def build(order):
+        model, first = job(("ab", FAST))
+        second = optim.AdamW([{"params": [getattr(model, name)]} | lr for name, lr in order])
+        extra = {"first": by_lambda(first), "second": by_lambda(second)}
+        for _ in range(2):
+            model(torch.ones(4)).sum().backward()
+            first.step()
+            second.step()
+        extra["first"].step()
+        extra["second"].step()
+        return model, [first, second], extra
+
+    model, optimizers, extra = build([("c", FAST), ("d", SLOW)])
+    save_training_state(ckpt, model, optimizers, extra, fsync=False)
+    resumed, others, again = build([("d", SLOW), ("c", FAST)])
+    load_training_state(ckpt, resumed, others, again)
+    assert again["first"].state_dict() == extra["first"].state_dict()
+    assert again["second"].base_lrs == [0.2, 0.4]
+    assert extra["second"].base_lrs == [0.4, 0.2]
+
+
+def test_numbers_with_names_of_parameters(ckpt):
+    """An optimizer of named parameters has them in the file: they went by number, silently."""
+    model = Model()
+    optimizer = optim.AdamW(model.named_parameters())
+    (model.a * 2 + model.b * 3 + model.c * 4 + model.d * 5).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{ckpt}.pt")
+    other = Model()
+    for resumed in (
+        optim.AdamW(reversed(list(other.named_parameters()))),
+        optim.AdamW([other.d, other.b, other.c, other.a]),
+        optim.AdamW([other.b]),
+    ):
+        load_training_state(f"{ckpt}.pt", other, resumed)
+        for name in "b" if len(resumed.state) == 1 else "abcd":
+            found, want = resumed.state[getattr(other, name)], optimizer.state[getattr(model, name)]
+            assert torch.equal(found["exp_avg"], want["exp_avg"])
+
+
 def test_group_removed_and_added(ckpt):
     saved(ckpt, ("ab", DECAY), ("cd", NONE))
     model, resumed = job(("cd", NONE))

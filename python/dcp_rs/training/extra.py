@@ -24,6 +24,7 @@ from dcp_rs.tensors.shards import global_shape
 from dcp_rs.training.names import unwrapper
 from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_tree import SavedTree, build_tree, join
+from dcp_rs.training.schedulers import GroupPlaces
 
 #: The key of these entries in the checkpoint.
 EXTRA = "extra"
@@ -292,6 +293,7 @@ class SavedExtra:
         name: the name of this one.
         owners: the keys of all ranks, if it is a :class:`PerRank`: ``_owner`` by ``_saved_key``.
         partial_load: what is left alone.
+        places: for a scheduler, the saved groups of its optimizer's groups.
 
     Attributes:
         template: memory for the entry, by name in the checkpoint.
@@ -306,8 +308,10 @@ class SavedExtra:
         name: str,
         owners: Mapping[str, Any],
         partial_load: PartialLoad,
+        places: GroupPlaces | None = None,
     ) -> None:
         self._extra, self._name, self._owners = extra, name, owners
+        self._places = places
         value = extra[name]
         part = partial_load.part
         whole, tree = part.prefix, part.entries.tree(part.path)
@@ -359,7 +363,8 @@ class SavedExtra:
             by_owner = {_owner_of(key, is_text=is_text): state for key, state in states.items()}
             value.load_state_dict(value.reshard(by_owner, value._owner, owners))
         elif is_stateful(value):
-            value.load_state_dict(states[""])
+            state = states[""]
+            value.load_state_dict(self._places.arrange(state) if self._places else state)
         else:
             self._extra[self._name] = merge(value, states[""], keep=self._keeps)
 

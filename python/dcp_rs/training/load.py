@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.names import LoadNames
@@ -144,7 +145,10 @@ class TrainingLoad:
         for name, value in self._extra.items():
             part = self._parts.entry(name)
             left = self._partial(part, "extra", f"{EXTRA}.{name}")
-            entry = SavedExtra(self._extra, name, owners.get(name, {}), left)
+            places = None
+            if saved is not None and isinstance(value, LRScheduler):
+                places = saved.places(value.optimizer)
+            entry = SavedExtra(self._extra, name, owners.get(name, {}), left, places)
             part.template |= entry.template
             self._puts.append(entry.put)
             if isinstance(value, PerRank):

@@ -39,6 +39,7 @@ from dcp_rs.training.optimizers import (
 )
 from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_tree import SavedTree, build_tree, join, path_of
+from dcp_rs.training.schedulers import GroupPlaces
 from dcp_rs.training.settings import (
     GroupSettings,
     KeepSettings,
@@ -111,6 +112,7 @@ class _Target:
         slots: the slots of each parameter, and of each other key. A flat parameter has several.
         own_keys: the keys of its parameters in its own state dict, by FQN; empty for FSDP1.
         groups: the parameters and settings of each of its groups after the load.
+        places: the number of the saved group of each of its groups; None if there is none.
         is_converted: its ``state_dict()`` has other dtypes or shapes than its ``state``.
     """
 
@@ -118,6 +120,7 @@ class _Target:
     slots: list[list[_Slot]]
     own_keys: dict[str, Any]
     groups: list[dict[str, Any]]
+    places: list[int | None]
     is_converted: bool
 
 
@@ -227,12 +230,18 @@ class SavedOptimizers:
         self._partial = partial_load
         self._keep = keep
         self._prefix = join(self.part.prefix, "state")
+        of_groups = list(map(settings_of, groups))
+        #: The number of each saved group, by the id of its settings.
+        self._places = {id(settings): place for place, settings in enumerate(of_groups)}
         #: The settings of the group of each saved parameter.
         self._settings: dict[str, dict[str, Any]] = {}
         #: Those of the groups without parameters.
-        self._empty = [settings_of(group) for group in groups if not group["params"]]
-        for group in groups:
-            self._settings |= dict.fromkeys(map(str, group["params"]), settings_of(group))
+        self._empty: list[dict[str, Any]] = []
+        for group, settings in zip(groups, of_groups, strict=True):
+            self._settings |= dict.fromkeys(map(str, group["params"]), settings)
+            if not group["params"]:
+                self._empty.append(settings)
+        self._rename = rename
         self._names = StoredNames(self._settings, rename)
         whole = entries.tree(path_of(self._prefix), self._settings, may_be_flat=True)
         #: The state of each parameter, and of each key that belongs to none.
@@ -273,6 +282,17 @@ class SavedOptimizers:
                 else:
                     values |= found
         return values
+
+    def places(self, optimizer: Any) -> GroupPlaces | None:
+        """Return the saved groups of an optimizer's groups.
+
+        It is None if one of them was not saved, or if the load leaves this optimizer alone.
+        """
+        for target in self._targets:
+            if target.optimizer is optimizer and target.places and None not in target.places:
+                places = [place for place in target.places if place is not None]
+                return GroupPlaces(places, len(self._groups))
+        return None
 
     def put(self, loaded: Mapping[str, Any]) -> None:
         """Put the loaded values, by name in the checkpoint, into the optimizers.
@@ -372,7 +392,9 @@ class SavedOptimizers:
             own = fsdp1_state(model, optimizer, number)["state"]
         for slot in itertools.chain.from_iterable(slots):
             slot.own = slot.made if model is None and not is_new else own.get(slot.fqn)
-        return _Target(optimizer, slots, own_keys, after, is_converted)
+        saved = [group.settings.saved for group in groups]
+        places = [self._places[id(several[0])] if several else None for several in saved]
+        return _Target(optimizer, slots, own_keys, after, places, is_converted)
 
     def _match_groups(
         self, optimizer: Optimizer, members: list[list[_Slot]], number: int
@@ -445,6 +467,8 @@ class SavedOptimizers:
         """
         saved = [group["params"] for group in self._groups]
         by_number = any(isinstance(key, int) for keys in saved for key in keys)
+        if by_number and self._find_by_names(groups):
+            return
         if by_number and list(map(len, groups)) != list(map(len, saved)):
             msg = (
                 f"the saved optimizer has {_sizes(saved)}, which go by number, "
@@ -460,6 +484,26 @@ class SavedOptimizers:
                     str(saved[number][at]) if by_number else self._names.find(slot.fqn) or slot.fqn
                 )
                 slot.tree = self._state.get(slot.key, _NOTHING)
+
+    def _find_by_names(self, groups: list[list[_Slot]]) -> bool:
+        """Find keys that are numbers by the names that an optimizer of named parameters saves.
+
+        Returns:
+            Whether it was saved with names, and has one for each of these parameters.
+        """
+        keys = {
+            str(name): str(key)
+            for group in self._groups
+            for key, name in zip(group["params"], group.get("param_names", ()), strict=False)
+        }
+        names = StoredNames(keys, self._rename)
+        found = [(slot, names.find(slot.fqn)) for slots in groups for slot in slots]
+        if not keys or any(name is None for _, name in found):
+            return False
+        for slot, name in found:
+            slot.key = keys[str(name)]
+            slot.tree = self._state.get(slot.key, _NOTHING)
+        return True
 
     def _check_known(self, slots: Iterable[_Slot], number: int) -> None:
         """Leave the state of parameters that no saved optimizer has.
