@@ -165,9 +165,20 @@ def test_names_of_other_tools(run):
         assert loaded(manager) == 7
     with pytest.warns(UserWarning, match="look like steps, and are not looked at: iter_0000007"):
         assert loaded(CheckpointManager(run)) is None
+    with pytest.warns(UserWarning, match=rf"not looked at: {run.name}/iter_0000007\. If they are"):
+        assert loaded(CheckpointManager(run.parent, step_name="iter_{:07d}")) is None
     for wrong in ("iter_{:x}", "iter_{:.2f}", "{}{}", "iter", "a/{}"):
         with pytest.raises(ValueError, match="step_name"):
             CheckpointManager(run, step_name=wrong)
+
+
+@pytest.mark.parametrize("name", ["epoch=3-step=100.ckpt", "step=100.ckpt", "epoch_12.pth"])
+def test_files_of_other_tools_are_named(run, name):
+    """Lightning's were passed over silently, and training began at 0."""
+    run.mkdir()
+    (run / name).touch()
+    with pytest.warns(UserWarning, match=f"not looked at: {name}"):
+        assert loaded(CheckpointManager(run)) is None
 
 
 def test_preemption_is_asked_for_at_every_nth_step(run):

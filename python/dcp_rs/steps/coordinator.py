@@ -468,8 +468,8 @@ class Coordinator:
         if strangers := self._store.look_alikes():
             names = ", ".join(strangers[:3]) + (", …" if len(strangers) > 3 else "")
             self.problems.append(
-                f"these look like steps, and are not looked at: {names}. Pass the step_name= of "
-                "their folders, such as step_name='iter_{:07d}', if they are"
+                f"these look like steps, and are not looked at: {names}. If they are, pass the "
+                "folder that they are in, and step_name=, such as step_name='iter_{:07d}'"
             )
 
     def _restore_index(self, found: Step | SkippedStep) -> Step | SkippedStep:

@@ -111,6 +111,19 @@ class FolderStepStore(StepStore):
             return f"is a dangling link to {self.path.readlink()}"
         return super().why_no_run()
 
+    def look_alikes(self) -> list[str]:
+        """Return names that look like steps. See :class:`StepStore`.
+
+        Without any step in the root, names of steps in its folders are among them.
+        """
+        found, names = super().look_alikes(), self._names()
+        if not any(map(self._pattern.fullmatch, names)):
+            for name in names:
+                with suppress(OSError):  # it is no folder, or cannot be listed
+                    within = [path.name for path in (self.path / name).iterdir()]
+                    found += [f"{name}/{one}" for one in within if self._pattern.fullmatch(one)]
+        return sorted(found)
+
     def look_at(self, number: int) -> Step | SkippedStep | None:
         """Look at one step. See :meth:`StepStore.look_at`."""
         look = super().look_at

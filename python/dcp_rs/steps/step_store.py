@@ -35,7 +35,9 @@ from dcp_rs.steps.notes import annotated_name, saved_name, saving_name, verified
 
 #: Names that other programs give the folders of steps.
 _LOOKS_LIKE_A_STEP = re.compile(
-    r"(step|global_?step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?[0-9]+", re.IGNORECASE
+    r"(epoch=[0-9]+-)?(step|global_?step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?[0-9]+"
+    r"(\.ckpt|\.pth?)?",
+    re.IGNORECASE,
 )
 #: The number of steps whose indexes are in memory together.
 _AT_ONCE = 16
