@@ -143,7 +143,7 @@ MISTAKES: list[Mistake] = [
     ("a number for a name", lambda w: dcp_rs.open(w / "named")[0], TypeError, "a name is text, and 0 is of type int"),
     ("a list of names", lambda w: dcp_rs.open(w / "named").get_slice(["epoch"]), TypeError, "a name is text, and ['epoch'] is of type list"),
     ("a module for a configuration", lambda w: dcp_rs.views_for(3), TypeError, "config is of type int: pass model.config, its dict, or a folder"),
-    ("a number for views", lambda w: RsReader(w / "bare", views=3), TypeError, "views=3: Stack, Concat, Unstack, Split or Transpose"),
+    ("a number for views", lambda w: RsReader(w / "bare", views=3), TypeError, "views=3: pass a Stack, Concat, Unstack, Split or Transpose, or several"),
     ("a number for a manager's group", lambda w: dcp_rs.CheckpointManager(w / "new", process_group=3), TypeError, "process_group= takes a group, as torch.distributed.new_group() returns, not int"),
     # the wrong path
     ("a typo in a path", lambda w: dcp_rs.open(w / "moddel"), CheckpointNotFoundError, "did you mean"),
@@ -162,7 +162,7 @@ MISTAKES: list[Mistake] = [
     ("a data file of torch's, alone", lambda w: dcp_rs.open(w / "alone" / "__0_0.distcp"), CheckpointNotFoundError, "open its folder, which needs the .metadata file of the save"),
     ("a folder that is not there", lambda w: dcp_rs.open(w / "runs" / "today" / "step-10"), CheckpointNotFoundError, "has no 'runs'"),
     ("a file, to save to", lambda w: save(MODEL, w / "model.pt"), CheckpointExistsError, "model.pt is a file ("),
-    ("a file, to save below", lambda w: save(MODEL, w / "model.pt" / "step-10"), NotADirectoryError, "model.pt is a file"),
+    ("a file, to save below", lambda w: save(MODEL, w / "model.pt" / "step-10"), NotADirectoryError, "where a folder has to be"),
     ("a file, to save to in the background", lambda w: dcp_rs.async_save(MODEL, w / "model.pt", no_dist=True).result(), CheckpointExistsError, "model.pt is a file ("),
     ("a link to nothing, to save to", lambda w: save(MODEL, w / "dangling"), CheckpointExistsError, "dangling is a dangling link to"),
     ("a file for a run", lambda w: dcp_rs.CheckpointManager(w / "model.pt", no_dist=True).save(1, MODEL), CheckpointExistsError, "model.pt is a file"),
@@ -236,7 +236,7 @@ MISTAKES: list[Mistake] = [
     ("a number for metrics", lambda w: dcp_rs.CheckpointManager(w / "run", no_dist=True).save(1, {}, metrics=0.5), TypeError, "metrics=0.5: pass a dict of numbers by name"),
     ("text for a time", lambda w: dcp_rs.CheckpointManager(w / "new", keep_within="1h"), ValueError, "keep_within='1h': must be a positive time, as a timedelta or in seconds"),
     ("the name of a signal", lambda w: dcp_rs.CheckpointManager(w / "new", preemption="SIGTERM"), ValueError, "preemption='SIGTERM': pass a signal such as signal.SIGTERM, or a function"),
-    ("a number for the name of a step", lambda w: dcp_rs.latest(w / "run", step_name=3), ValueError, "step_name=3: the name of a folder"),
+    ("a number for the name of a step", lambda w: dcp_rs.latest(w / "run", step_name=3), ValueError, "step_name=3: pass the name of a folder"),
     ("an option of convert", lambda w: dcp_rs.convert(w / "bare", w / "new", formt="dcp"), TypeError, "dcp_rs.convert() has no option 'formt'"),
     ("an option of verify", lambda w: dcp_rs.verify(w / "bare", thread=2), TypeError, "dcp_rs.verify() has no option 'thread': did you mean 'threads'?"),
     ("an option of a manager's save", lambda w: dcp_rs.CheckpointManager(w / "run").save(1, {}, forced=True), TypeError, "CheckpointManager.save() has no option 'forced': did you mean 'force'?"),
@@ -274,6 +274,64 @@ MISTAKES: list[Mistake] = [
     ("a conversion onto itself", lambda w: dcp_rs.convert(w / "bare", w / "bare", overwrite=True), ValueError, "is the source, contains it, or lies in it"),
     ("a format's other name", lambda w: dcp_rs.convert(w / "bare", w / "new", to="pt"), ValueError, "to='pt': must be one of 'dcp-rs', 'dcp', 'safetensors', 'torch'"),
     ("a step that is not there", lambda w: dcp_rs.CheckpointManager(w / "run", no_dist=True).load({}, 7), CheckpointNotFoundError, "there is no step 7 in"),
+    # what a newcomer tried
+    ("a generator of pairs", lambda w: save(((n, p) for n, p in torch.nn.Linear(2, 2).named_parameters()), w / "new"), TypeError, "generator is not a state dict: pass a dict of names to tensors"),
+    ("the items of a state dict", lambda w: save(torch.nn.Linear(2, 2).state_dict().items(), w / "new"), TypeError, "odict_items is not a state dict: pass a dict"),
+    ("parameters within a state dict", lambda w: save({"model": torch.nn.Linear(2, 2).parameters()}, w / "made"), UnsupportedError, "Save a dict or a list of what the generator yields, such as model.state_dict()"),
+    ("state_dict without its call", lambda w: save(torch.nn.Linear(2, 2).state_dict, w / "new"), TypeError, "state_dict is a method: call it, as in model.state_dict()"),
+    ("a checkpoint, to load into", lambda w: load(dcp_rs.open(w / "bare"), w / "bare"), TypeError, "a Checkpoint is read only: pass a dict of tensors to fill"),
+    ("a checkpoint, to load into through a reader", lambda w: dcp_rs.load_state_dict(dcp_rs.open(w / "bare"), RsReader(w / "bare"), no_dist=True), TypeError, "a Checkpoint is read only"),
+    ("a checkpoint for a path", lambda w: load({}, dcp_rs.open(w / "bare")), TypeError, "a path is a str or a pathlib.Path, not Checkpoint: pass '"),
+    ("a path and a state dict, swapped in the background", lambda w: dcp_rs.async_save(w / "new", {}, no_dist=True), TypeError, "the state dict comes first, then the path"),
+    ("an open file for a path", lambda w: load({}, (w / "notes.txt").open()), TypeError, "a path is a str or a pathlib.Path, not TextIOWrapper"),
+    ("torch.load's device, by position", lambda w: dcp_rs.load(str(w / "model.pt"), "cpu"), TypeError, "the state dict comes first, then the path"),
+    ("a mode of open, by position", lambda w: dcp_rs.open(w / "bare", "rb"), ValueError, "framework='rb': must be one of 'pt'"),
+    ("a mode of open", lambda w: dcp_rs.open(w / "bare", mode="r"), TypeError, "dcp_rs.open() has no option 'mode': a checkpoint opens for reading only: leave it out"),
+    ("a framework that is not read", lambda w: dcp_rs.open(w / "bare", framework="jax"), ValueError, "framework='jax': must be one of 'pt'"),
+    ("text for a slice", lambda w: dcp_rs.open(w / "bare").get_slice("layers.0.weight")["0:1"], TypeError, "indices are integers, slices and '...', not str"),  # type: ignore[index]
+    ("a checkpoint to a device", lambda w: dcp_rs.open(w / "bare").to("cuda"), AttributeError, "Checkpoint has no attribute 'to': dcp_rs.open(path, device=...) opens it on a device"),
+    ("a checkpoint's save", lambda w: dcp_rs.open(w / "bare").save("x"), AttributeError, "dcp_rs.convert(path, out) writes a checkpoint"),
+    ("a checkpoint's load_state_dict", lambda w: dcp_rs.open(w / "bare").load_state_dict({}), AttributeError, "dcp_rs.load(state_dict, path) fills a state dict"),
+    ("torch's staging_completion", lambda w: dcp_rs.SaveFuture().staging_completion, AttributeError, "use staged"),
+    ("torch's upload_completion", lambda w: dcp_rs.SaveFuture().upload_completion, AttributeError, "use result"),
+    ("the get of other futures", lambda w: dcp_rs.SaveFuture().get(), AttributeError, "use result"),
+    ("the join of a thread", lambda w: dcp_rs.SaveFuture().join(), AttributeError, "use result"),
+    ("a state dict for a model", lambda w: dcp_rs.optim.load_training_state(w / "training", torch.nn.Linear(2, 2).state_dict(), no_dist=True), TypeError, "model is a state dict (OrderedDict): pass the module that it is of"),
+    ("a state dict for an optimizer", lambda w: dcp_rs.optim.load_training_state(w / "training", torch.nn.Linear(2, 2), {"state": {}}, no_dist=True), TypeError, "optimizers is a state dict (dict): pass the optimizer itself, or a list of several"),
+    ("the class of an optimizer", lambda w: dcp_rs.optim.load_training_state(w / "training", torch.nn.Linear(2, 2), torch.optim.SGD, no_dist=True), TypeError, "an optimizer is the class SGD: pass an instance of it"),
+    ("the class of a model", lambda w: dcp_rs.optim.save_training_state(w / "new", torch.nn.Linear, no_dist=True), TypeError, "model is the class Linear: pass an instance of it"),
+    ("a scheduler after the optimizer", lambda w: dcp_rs.optim.save_training_state(w / "new", torch.nn.Linear(2, 2), None, dcp_rs.optim.RngState(), no_dist=True), TypeError, "extra is of type RngState: pass a dict of entries by name"),
+    ("a step after the optimizer", lambda w: dcp_rs.optim.save_training_state(w / "new", torch.nn.Linear(2, 2), None, 3, no_dist=True), TypeError, "extra is of type int: pass a dict of entries by name"),
+    ("a class among extra entries", lambda w: dcp_rs.optim.save_training_state(w / "new", torch.nn.Linear(2, 2), None, {"rng": dcp_rs.optim.RngState}, no_dist=True), TypeError, "extra has the class RngState: pass an instance of it"),
+    ("a part that is none", lambda w: dcp_rs.optim.load_training_state(w / "training", torch.nn.Linear(2, 2), partial={"optim"}, no_dist=True), TypeError, "partial= has 'optim', and takes model, optimizer, extra"),
+    ("a step without its number", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).save({}), TypeError, "missing 1 required positional argument: 'state_dict': manager.save(step, state_dict) saves a step"),
+    ("a question without a step", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).should_save(), TypeError, "missing 1 required positional argument: 'step': pass the number of the step"),
+    ("a folder for a step", lambda w: dcp_rs.CheckpointManager(w / "run", no_dist=True).delete("step-9"), ValueError, "step='step-9': must be an integer from 0 on"),
+    ("a printf format for the name of a step", lambda w: dcp_rs.CheckpointManager(w / "new", step_name="step-%d"), ValueError, "step_name='step-%d': pass the name of a folder, with {} for the number"),
+    ("a truth value for preemption", lambda w: dcp_rs.CheckpointManager(w / "new", preemption=True), ValueError, "preemption=True: pass a signal such as signal.SIGTERM, or a function"),
+    ("text for a number of bytes", lambda w: dcp_rs.CheckpointManager(w / "new", max_bytes="2TB"), ValueError, "max_bytes='2TB': must be a positive integer"),
+    ("the training save of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).save_training_state(1, None), AttributeError, "save(step, training_state(model, optimizer, extra)) saves a training job"),
+    ("the latest checkpoint of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).latest_checkpoint, AttributeError, "use latest_step"),
+    ("the best of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).best(), AttributeError, "use best_step"),
+    ("a step of a save", lambda w: save({}, w / "new", step=3), TypeError, "dcp_rs.save() has no option 'step': CheckpointManager(root).save(step, state_dict) saves steps"),
+    ("a checkpoint itself for a run", lambda w: dcp_rs.CheckpointManager(w / "bare", no_dist=True).load({}), CheckpointNotFoundError, "bare is a checkpoint itself, and no folder of steps: pass the folder above it"),
+    ("one checkpoint to average", lambda w: dcp_rs.merge(w / "bare", w / "new"), ValueError, "bare': pass a list, as in merge(['a', 'b'], 'out')"),
+    ("checkpoints to average, not in a list", lambda w: dcp_rs.merge(w / "bare", w / "model", w / "new"), TypeError, "the checkpoints are one list, as in dcp_rs.merge(['a', 'b'], 'out')"),
+    ("a number for weights", lambda w: dcp_rs.merge([w / "bare", w / "bare"], w / "new", weights=0.5), TypeError, "weights=0.5: pass a list, with a number for each input"),
+    ("nothing to average", lambda w: dcp_rs.merge([], w / "new"), ValueError, "inputs=[]: pass at least one checkpoint"),
+    ("a conversion without a result", lambda w: dcp_rs.convert(w / "bare"), TypeError, "'out': dcp_rs.convert(path, out) reads path and writes out"),
+    ("text for a removal", lambda w: dcp_rs.clean(w / "bare", yes="no"), TypeError, "yes='no': must be one of True, False"),
+    ("a number for tiers", lambda w: load({}, w / "bare", tiers=3), TypeError, "tiers=3: pass a list of folders"),
+    ("a path to reuse", lambda w: save({}, w / "made", reuse=w / "bare", parent=w / "bare"), TypeError, "pass globs over names, such as those of a module's parameters"),
+    ("a number in metadata", lambda w: dcp_rs.save_file({}, w / "new", metadata={"step": 1}), TypeError, "metadata['step']=1: names and values have to be text"),
+    ("a name for a configuration", lambda w: dcp_rs.views_for("llama"), FileNotFoundError, "config='llama': no such folder; pass model.config, or its dict"),
+    ("a dtype to decode to", lambda w: dcp_rs.open(w / "bare", dequantize="fp8"), ValueError, "dequantize='fp8': pass True, or one of torch.bfloat16"),
+    ("a command as a function", lambda w: dcp_rs.ls(w / "bare"), AttributeError, "it is a command in the terminal: see dcp-rs --help"),  # type: ignore[attr-defined]
+    ("Orbax's checkpointer", lambda w: dcp_rs.AsyncCheckpointer(), AttributeError, "use async_save"),  # type: ignore[attr-defined]
+    ("another library's load_checkpoint", lambda w: dcp_rs.load_checkpoint(w / "bare"), AttributeError, "use load"),  # type: ignore[attr-defined]
+    ("an endpoint without a scheme", lambda w: dcp_rs.open("s3://bucket/x", storage_options={"aws_endpoint": "minio:9000"}), UnsupportedError, "aws_endpoint=minio:9000: an endpoint begins with https:// or http://"),
+    ("a file in the place of a folder above", lambda w: save(MODEL, w / "notes.txt" / "a" / "b"), NotADirectoryError, "[Errno 20] there is a file (7 B) where a folder has to be: pass another path, or move it away: '"),
+    ("a typo in a scheme", lambda w: dcp_rs.exists("htps://host/x"), UnsupportedError, "htps:// is not supported: use a path of the file system, file://"),
     # the command line
     ("a name to inspect", lambda w: command("inspect", w / "named", "epohc"), SystemExit, "did you mean 'epoch'?"),
     ("a command", lambda w: command("verfy", w / "bare"), SystemExit, "there is no command 'verfy': did you mean 'verify'?"),
@@ -308,6 +366,22 @@ def test_the_message_says_what_to_do(what, make, error, words, world, heard, mon
 
 def test_there_are_enough():
     assert len(MISTAKES) >= 60
+
+
+def test_an_endpoint_in_the_environment_is_checked(monkeypatch):
+    """The client of the store panicked, and the message asked to report a bug."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+    with pytest.raises(UnsupportedError, match=r"^AWS_ENDPOINT_URL=localhost:9000: an endpoint"):
+        dcp_rs.open("s3://bucket/x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "me:secret@host:9000")
+    with pytest.raises(UnsupportedError, match=r"^AWS_ENDPOINT_URL: an endpoint begins with"):
+        dcp_rs.exists("s3://bucket/x")
+
+
+def test_a_method_among_values_is_named(tmp_path):
+    """It was saved as a pickle of the whole module, which does not load."""
+    with pytest.warns(UserWarning, match=r"call it, as in model\.state_dict\(\)"):
+        save({"model": torch.nn.Linear(2, 2).state_dict}, tmp_path / "saved")
 
 
 PATHS = ("checkpoint_id", "f", "directory", "pretrained_model_name_or_path")
@@ -360,7 +434,7 @@ def test_equivalents_are_options_that_there_are():
     functions += [getattr(dcp_rs.optim, name) for name in dcp_rs.optim.__all__]
     functions += [dcp_rs.open, dcp_rs.CheckpointManager.save]
     known = {*dcp_rs.__all__, *dir(dcp_rs.CheckpointManager), *_OPTIONS, "open", "preempted"}
-    known |= COMMANDS.keys() | {*dir(dcp_rs.Checkpoint), *dir(dcp_rs.SaveFuture)}
+    known |= COMMANDS.keys() | {*dir(dcp_rs.Checkpoint), *dir(dcp_rs.SaveFuture())}
     for function in filter(callable, functions):
         known |= inspect.signature(function).parameters.keys()
     texts = {text for texts in foreign().values() for text in texts}

@@ -36,6 +36,12 @@ _PLAIN = (
     "account_name",
 )
 
+#: Ends of the names of options that are URLs. The stores' clients panic if one has no scheme.
+_ENDPOINTS = ("endpoint", "endpoint_url", "endpoint_url_s3")
+_HTTP = re.compile(r"https?://", re.IGNORECASE)
+#: Beginnings of the variables that the client of a store reads.
+_VARIABLES = {"s3": "AWS_", "az": "AZURE_"}
+
 #: Options that have another name in other libraries.
 _OPTIONS = ("aws_access_key_id", "aws_secret_access_key", "aws_region", "skip_signature")
 
@@ -256,14 +262,28 @@ def options_for(path: Path, options: StorageOptions | None) -> dict[str, str] | 
     """Return the options of a URL for the engine; None for a path of the file system.
 
     Raises:
-        UnsupportedError: there are options for a path of the file system.
+        UnsupportedError: there are options for a path of the file system. Or the endpoint of a
+            store, in the options or the environment, is no URL.
     """
     if isinstance(path, Url):
-        return dict((_command_line_options(str(path)) if options is None else options) or {})
+        own = dict((_command_line_options(str(path)) if options is None else options) or {})
+        begin = _VARIABLES.get(str(path).partition(":")[0])
+        variables = os.environ.items() if begin else ()
+        _check_endpoints(own)
+        _check_endpoints({key: value for key, value in variables if key.startswith(begin or "")})
+        return own
     if options:
         msg = f"{path} is on the file system, which has no storage_options"
         raise UnsupportedError(msg, path=path)
     return None
+
+
+def _check_endpoints(options: Mapping[str, str]) -> None:
+    for name, value in options.items():
+        if name.lower().endswith(_ENDPOINTS) and value and not _HTTP.match(value):
+            shown = f"={value}" if _is_plain(name, value) else ""
+            msg = f"{name}{shown}: an endpoint begins with https:// or http://"
+            raise UnsupportedError(msg)
 
 
 def store_at(url: Path, options: StorageOptions | None) -> _core.Store:

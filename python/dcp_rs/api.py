@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from inspect import ismethod
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,6 +22,7 @@ from dcp_rs._arguments import suggest_option
 from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.folders import warn_of_foreign_model
 from dcp_rs.checkpoint.locate import LoadSource
+from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.dcp import protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.load_planner import is_plain as is_plain_load_planner
@@ -83,7 +85,7 @@ def load_state_dict(
         planner = RsLoadPlanner() if isinstance(storage_reader, RsReader) else DefaultLoadPlanner()
 
     def check() -> None:
-        if not isinstance(state_dict, Mapping):
+        if not isinstance(state_dict, Mapping) or isinstance(state_dict, Checkpoint):
             raise _wrong_state_dict(state_dict)
         protocol.check_reader(storage_reader)
         protocol.check_planner("load", planner)
@@ -177,7 +179,7 @@ def load(
 
     def make_request() -> LoadRequest:
         nonlocal source
-        if not isinstance(state_dict, Mapping):
+        if not isinstance(state_dict, Mapping) or isinstance(state_dict, Checkpoint):
             raise _wrong_state_dict(state_dict, path)
         of_load, of_reader = split_options(take_options(load, options), LoadOptions)
         chosen = LoadOptions.of(of_load)
@@ -424,6 +426,7 @@ def async_save(
 
         return save_by_planner(ranks, planner, make_arguments)
 
+    _check_order(state_dict, path)
     return saves.submit(
         path,
         stage,
@@ -432,6 +435,11 @@ def async_save(
         async_staging=async_staging,
         is_alone=ranks.is_alone,
     )
+
+
+def _check_order(state_dict: Any, path: Any) -> None:
+    if isinstance(path, Mapping) and not isinstance(state_dict, Mapping):
+        raise _wrong_state_dict(state_dict, path)
 
 
 def _wrong_state_dict(state_dict: Any, path: Any = None) -> TypeError:
@@ -446,6 +454,10 @@ def _wrong_state_dict(state_dict: Any, path: Any = None) -> TypeError:
         msg = "the state dict comes first, then the path"
         if not isinstance(path, Mapping):
             msg += f"; {state_dict!r} is not a state dict"
+    elif isinstance(state_dict, Checkpoint):
+        msg = f"a {type_name} is read only: pass a dict of tensors to fill"
+    elif ismethod(state_dict):
+        msg = f"{state_dict.__name__} is a method: call it, as in model.state_dict()"
     elif is_stateful(state_dict):
         name = "optim" if isinstance(state_dict, Optimizer) else "model"
         msg = f"{type_name} is not a state dict: pass {{{name!r}: {name}}}, or {name}.state_dict()"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.optim import Optimizer
 
-from dcp_rs._arguments import suggest_option
+from dcp_rs._arguments import suggest_option, type_of
 from dcp_rs._url import StrPath
 from dcp_rs.api import save
 from dcp_rs.dcp.reader import RsReader
@@ -388,6 +388,8 @@ def _modules(model: Models) -> tuple[torch.nn.Module, ...]:
         raise TypeError("the path comes first, then the model")
     models = tuple(model) if isinstance(model, Iterable) else ()
     if not models or not all(isinstance(one, torch.nn.Module) for one in models):
+        if isinstance(model, type):
+            raise TypeError(f"model is {type_of(model)}: pass an instance of it")
         type_names = ", ".join(sorted({type(one).__name__ for one in models})) or type_name
         raise TypeError(f"model is of type {type_names}: pass a torch.nn.Module, or several")
     if models[1:] and any(map(is_fsdp1, models)):
@@ -403,9 +405,15 @@ def _several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
     if optimizers is None or isinstance(optimizers, Optimizer):
         return () if optimizers is None else (optimizers,)
     if isinstance(optimizers, Mapping):
-        raise TypeError("optimizers is a state dict in place of an optimizer")
+        msg = (
+            f"optimizers is a state dict ({type(optimizers).__name__}): pass the optimizer itself, "
+            "or a list of several"
+        )
+        raise TypeError(msg)
     several = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     other = next((one for one in several if not isinstance(one, Optimizer)), None)
+    if isinstance(other, type):
+        raise TypeError(f"an optimizer is {type_of(other)}: pass an instance of it")
     if other is not None:
         msg = (
             f"an optimizer is of type {type(other).__name__}, which is not a "

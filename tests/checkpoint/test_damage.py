@@ -137,7 +137,7 @@ def test_warnings_are_of_the_callers_line(ckpt, tmp_path):
         (lambda: dcp_rs.open(tmp_path / "both"), "holds two checkpoints"),
         (
             lambda: dcp_rs.load({"small": torch.zeros(3).double()}, ckpt, no_dist=True),
-            "are cast on loading",
+            "tensor 'small' is cast on loading",
         ),
         (
             lambda: dcp_rs.save({"odd": ckpt}, tmp_path / "odd", no_dist=True),

@@ -433,7 +433,7 @@ def test_mistakes_are_answered_by_what_to_do(tmp_path: Path) -> None:
     a, b = three(tmp_path, models()[:2])
     out = tmp_path / "out"
     for arguments, message in (
-        ((a, out), r"inputs='.*': a list of checkpoints, as in merge\(\['a', 'b'\], 'out'\)"),
+        ((a, out), r"inputs='.*': pass a list, as in merge\(\['a', 'b'\], 'out'\)"),
         (([], out), "at least one checkpoint"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -87,7 +87,7 @@ def test_a_difference_in_dtype_is_said(saved, load):
             }
         }
 
-    with pytest.warns(UserWarning, match=r"'layers.0.\w+' and 1 other tensors are cast on loading"):
+    with pytest.warns(UserWarning, match=r"'layers.0.\w+' and 1 more are cast on loading"):
         load(template(), saved)
     report = load(state := template(), saved, dtype_policy="cast")
     assert torch.equal(state["layers"]["0"]["weight"], W.half())

@@ -260,12 +260,41 @@ def test_named_parameters_and_parameters_without_gradients(ckpt):
     assert len(resumed.state) == 2
 
 
+def test_a_rename_is_suggested_before_the_state_is_given_up(ckpt):
+    """The message said to pass partial={'optimizer'}, which loses all state."""
+    model = small()
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer)
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    wrapped = nn.ModuleDict({"net": small(1)})
+    resumed = torch.optim.Adam(wrapped.parameters())
+    with pytest.raises(
+        PlanError, match=r"which no saved optimizer has; .*pass rename={'model': 'model.net'}$"
+    ):
+        load_training_state(ckpt, wrapped, resumed)
+    load_training_state(ckpt, wrapped, resumed, rename={"model": "model.net"})
+    assert len(resumed.state) == 4
+
+
+def test_new_parameters_of_model_and_optimizer_are_left_by_one_option(ckpt):
+    """The message named the optimizer, and the next error the model."""
+    model = small()
+    save_training_state(ckpt, model, torch.optim.Adam(model.parameters()), fsync=False)
+    model.append(nn.Linear(2, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(PlanError, match=r"pass partial={'model', 'optimizer'}"):
+        load_training_state(ckpt, model, optimizer)
+    report = load_training_state(ckpt, model, optimizer, partial={"model", "optimizer"})
+    assert "model.2.weight" in report.missing
+
+
 def test_an_optimizer_of_other_parameters_is_refused(ckpt):
     model = small()
     save_training_state(ckpt, model, torch.optim.Adam(model[0].parameters()), fsync=False)
     with pytest.raises(
         PlanError,
-        match=r"optimizer 0 has parameter '1.weight' \(and 1 more\), which no saved optimizer has",
+        match=r"optimizer 0 has parameter '1.weight' \(and 1 more\), which no saved optimizer has. "
+        r"To leave the state of such parameters as it is, pass partial={'optimizer'}",
     ):
         load_training_state(ckpt, model, torch.optim.Adam(model[1].parameters()))
     load_training_state(ckpt, model, torch.optim.Adam(model[1].parameters()), partial=True)

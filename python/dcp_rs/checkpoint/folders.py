@@ -93,18 +93,20 @@ def make_folder(path: StrPath) -> None:
         there = next(
             (above for above in (folder, *folder.parents) if os.path.lexists(above)), folder
         )
-        msg = f"{there} is {_kind(there)}: pass another path, or move it away"
+        kind, advice = _kind(there), "pass another path, or move it away"
         if isinstance(error, FileExistsError):
+            msg = f"{there} is {kind}, not a folder: {advice}"
             raise CheckpointExistsError(msg, path=there) from error
+        msg = f"there is {kind} where a folder has to be: {advice}"  # Python adds the path
         raise NotADirectoryError(error.errno, msg, os.fspath(there)) from error
 
 
 def _kind(path: Path) -> str:
     if path.is_file():
-        return f"a file ({size(path.stat().st_size)}), not a folder"
+        return f"a file ({size(path.stat().st_size)})"
     if path.is_symlink():
         return f"a dangling link to {path.readlink()}"
-    return "not a folder"
+    return "something else"
 
 
 def sync(path: Path) -> None:

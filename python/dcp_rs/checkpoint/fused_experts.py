@@ -60,6 +60,9 @@ def views_for(
         ```
     """
     if isinstance(config, str | os.PathLike):
+        if not Path(config).is_dir():
+            msg = f"config={os.fspath(config)!r}: no such folder; pass model.config, or its dict"
+            raise FileNotFoundError(msg)
         config = read_config(Path(config) / "config.json")
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         msg = f"config is of type {type(config).__name__}: pass model.config, its dict, or a folder"

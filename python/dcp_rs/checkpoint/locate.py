@@ -233,8 +233,8 @@ def _tier_folders(tiers: Iterable[StrPath] | None) -> tuple[str, ...]:
     """
     if isinstance(tiers, Tiers):
         return tiers
-    if isinstance(tiers, str | os.PathLike):
-        msg = f"tiers={tiers!r}: a list of folders"
+    if isinstance(tiers, str | os.PathLike) or not isinstance(tiers, Iterable | None):
+        msg = f"tiers={tiers!r}: pass a list of folders"
         raise TypeError(msg)
     return tuple(os.fspath(absolute(local_path(tier))) for tier in tiers or ())
 

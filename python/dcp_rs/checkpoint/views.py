@@ -395,13 +395,15 @@ class Views:
             target = "bfloat16" if dequantize is True else str(dequantize).removeprefix("torch.")
             if target not in _TARGETS:
                 known = ", ".join(f"torch.{name}" for name in _TARGETS)
-                msg = f"dequantize={dequantize!r}: True, or one of {known}"
+                msg = f"dequantize={dequantize!r}: pass True, or one of {known}"
                 raise ValueError(msg)
         one: tuple[Any, ...] = () if views is None else (views,)
         given = tuple(views) if isinstance(views, Iterable) else one
         for view in given:
             if not isinstance(view, View):
-                msg = f"views={view!r}: Stack, Concat, Unstack, Split or Transpose"
+                msg = (
+                    f"views={view!r}: pass a Stack, Concat, Unstack, Split or Transpose, or several"
+                )
                 raise TypeError(msg)
         return cls(target, given)
 

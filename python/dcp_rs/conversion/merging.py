@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack, get_args
@@ -134,11 +134,11 @@ def merge(
 
 def _check_inputs(inputs: Iterable[StrPath]) -> list[Path]:
     if isinstance(inputs, (str, os.PathLike)):
-        msg = f"inputs={os.fspath(inputs)!r}: a list of checkpoints, as in merge(['a', 'b'], 'out')"
+        msg = f"inputs={os.fspath(inputs)!r}: pass a list, as in merge(['a', 'b'], 'out')"
         raise ValueError(msg)  # noqa: TRY004  # as for all arguments
     paths = [location(path) for path in inputs]
     if not paths:
-        msg = "inputs=[]: at least one checkpoint"
+        msg = "inputs=[]: pass at least one checkpoint"
         raise ValueError(msg)
     return paths
 
@@ -146,6 +146,8 @@ def _check_inputs(inputs: Iterable[StrPath]) -> list[Path]:
 def _check_weights(weights: Iterable[float] | None, count: int) -> list[float]:
     if weights is None:
         return [1 / count] * count
+    if not isinstance(weights, Iterable) or isinstance(weights, str | Mapping):
+        raise TypeError(f"weights={weights!r}: pass a list, with a number for each input")
     factors: list[Any] = list(weights)
     if len(factors) != count:
         msg = f"weights={factors!r}: {count} inputs need {count} weights, one for each"

@@ -163,10 +163,10 @@ def warn_of_casts(casts: Sequence[Mismatch], options: LoadOptions) -> None:
     """Warn of casts, unless the options ask for them."""
     if casts and options.dtype_policy == "warn":
         first = casts[0]
-        others = f" and {len(casts) - 1} other tensors" if casts[1:] else ""
+        others = f" and {len(casts) - 1} more are" if casts[1:] else " is"
         warn_caller(
-            f"{first.name!r}{others} are cast on loading ({first.got} in the checkpoint, "
-            f"{first.expected} in the state dict); say dtype_policy='cast' if that is meant"
+            f"tensor {first.name!r}{others} cast on loading ({first.got} in the checkpoint, "
+            f"{first.expected} in the state dict); pass dtype_policy='cast' if that is meant"
         )
 
 

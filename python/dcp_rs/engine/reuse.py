@@ -35,7 +35,8 @@ class Frozen:
         if reuse is not None and not isinstance(reuse, str):
             reuse = tuple(reuse) if isinstance(reuse, Iterable) else (reuse,)
             if not all(isinstance(pattern, str) for pattern in reuse):
-                msg = f"reuse={reuse!r}: globs over names, such as those of a module's parameters"
+                known = "globs over names, such as those of a module's parameters"
+                msg = f"reuse={reuse!r}: pass {known}"
                 raise TypeError(msg)
         self._globs = globs(reuse)
 

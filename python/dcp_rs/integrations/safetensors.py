@@ -166,7 +166,7 @@ def _check_text(metadata: Any) -> None:
         raise TypeError(msg)
     for key, value in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
-            msg = f"metadata[{key!r}] = {value!r}: safetensors holds text under text"
+            msg = f"metadata[{key!r}]={value!r}: names and values have to be text"
             raise TypeError(msg)
 
 

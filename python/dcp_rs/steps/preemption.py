@@ -35,8 +35,10 @@ class Preemption:
         if callable(source):
             self._ask = source
         elif source is not None:
+            number: Any = source
             try:
-                self._signal = signal.Signals(source)
+                # True would count as 1, which is SIGHUP.
+                self._signal = signal.Signals(None if number is True else number)
             except ValueError:
                 msg = f"preemption={source!r}: pass a signal such as signal.SIGTERM, or a function"
                 raise ValueError(msg) from None

@@ -240,7 +240,7 @@ class StepStore(ABC):
         pattern = r"([^/{}.\0][^/{}\0]*)?\{(:0?\d{0,2}d)?\}[^/{}\0]*"
         if not (isinstance(step_name, str) and re.fullmatch(pattern, step_name)):
             msg = (
-                f"step_name={step_name!r}: the name of a folder, with {{}} for the number, or "
+                f"step_name={step_name!r}: pass the name of a folder, with {{}} for the number, or "
                 "{:07d} for a number of seven digits"
             )
             raise ValueError(msg)

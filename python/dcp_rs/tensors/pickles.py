@@ -8,6 +8,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from types import GeneratorType, MethodType
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def dump_named(fqn: str, value: Any) -> bytes:
     except (OSError, MemoryError):
         raise
     except Exception as error:  # a type's own __reduce__ may raise anything
-        msg = f"value {fqn!r} ({_type_name(value)}) cannot be pickled: {error}"
+        msg = f"value {fqn!r} ({_type_name(value)}) cannot be pickled: {error}{_advice(value)}"
         raise UnsupportedError(msg, tensor=fqn) from error
 
 
@@ -114,10 +115,11 @@ def warn_unless_loadable(fqn: str, value: Any, data: bytes, *, strict: bool = Fa
     if strict:
         msg = f"value {fqn!r} ({_type_name(value)}) {why} (strict_values=True)"
         raise UnsafePickleError(msg, tensor=fqn)
-    warn_caller(
-        f"value {fqn!r} ({_type_name(value)}) is saved, but {why}. Save plain types in its place "
-        "(numbers, text, lists, dicts, tensors), or load it with weights_only=False"
+    advice = _advice(value) or (
+        ". Save plain types in its place (numbers, text, lists, dicts, tensors), or load it with "
+        "weights_only=False"
     )
+    warn_caller(f"value {fqn!r} ({_type_name(value)}) is saved, but {why}{advice}")
 
 
 def why_not_loadable(fqn: str, value: Any, data: bytes | None = None) -> str | None:
@@ -156,6 +158,15 @@ def _is_plain(value: Any) -> bool:
     if cls in (list, tuple, set):
         return set(map(type, value)) <= _PLAIN or all(map(_is_plain, value))
     return cls in _PLAIN
+
+
+def _advice(value: Any) -> str:
+    """Return the end of a message about a value that is probably a mistake."""
+    if isinstance(value, MethodType):
+        return f". It is a method: call it, as in model.{value.__name__}()"
+    if isinstance(value, GeneratorType):
+        return ". Save a dict or a list of what the generator yields, such as model.state_dict()"
+    return ""
 
 
 def _type_name(value: Any) -> str:

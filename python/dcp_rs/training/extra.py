@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dcp_rs import _torch
+from dcp_rs._arguments import type_of
 from dcp_rs._log import current_rank
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import natural
@@ -155,6 +156,8 @@ class RngState(PerRank):
 
 def state_of(value: Any) -> Any:
     """Return the state to save for an entry of ``extra``."""
+    if isinstance(value, type) and is_stateful(value):
+        raise TypeError(f"extra has {type_of(value)}: pass an instance of it")
     state = plain_numbers(value.state_dict() if is_stateful(value) else value)
     return {value._saved_key: state} if isinstance(value, PerRank) else state
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
+from dcp_rs.checkpoint.names import explain_prefix
 from dcp_rs.errors import PlanError
 from dcp_rs.options import Rename
 from dcp_rs.tensors.flatten import get_at
@@ -159,7 +160,7 @@ def saved_optimizers(
         if not any(map(partial_load.includes, tree.paths)):
             partial_load.report.excluded += tree.paths
             groups = [{"params": group["params"]} for group in groups]
-        return SavedOptimizers(groups, partial_load, keep, rename)
+        return SavedOptimizers(groups, partial_load, keep, rename, is_alone=needed)
     if partial_load.is_partial and not needed:
         partial_load.report.missing.append(key)
         return None
@@ -212,6 +213,7 @@ class SavedOptimizers:
         partial_load: the place of the state, and what is left alone.
         keep: the settings of the optimizers that stay.
         rename: a renaming of parameters.
+        is_alone: no model is loaded beside it.
 
     Attributes:
         part: the place of the state.
@@ -223,8 +225,11 @@ class SavedOptimizers:
         partial_load: PartialLoad,
         keep: KeepSettings,
         rename: Rename,
+        *,
+        is_alone: bool,
     ) -> None:
         self.part = partial_load.part
+        self._is_alone = is_alone
         self._saved = entries = self.part.entries
         self._groups = groups
         self._partial = partial_load
@@ -511,8 +516,10 @@ class SavedOptimizers:
         Raises:
             PlanError: there are some, and that is an error.
         """
+        fqns: list[str] = []
         missing: list[str] = []
         for slot in slots:
+            fqns.append(slot.fqn)
             if slot.key not in self._settings:
                 slot.stays = True
                 if self._partial.includes(f"{self._prefix}.{slot.fqn}"):
@@ -521,11 +528,26 @@ class SavedOptimizers:
             more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
             msg = (
                 f"optimizer {number} has parameter {missing[0]!r}{more}, "
-                "which no saved optimizer has. To keep its state as it is, pass "
-                "partial={'optimizer'}"
+                f"which no saved optimizer has{self._advice(missing, fqns)}"
             )
             raise PlanError(msg, tensor=missing[0])
         self._partial.report.missing += [f"{self._prefix}.{fqn}" for fqn in missing]
+
+    def _advice(self, missing: list[str], fqns: list[str]) -> str:
+        """Return the end of a message about parameters that no saved optimizer has."""
+
+        def of_model(names: Iterable[str]) -> list[str]:
+            return [join(MODEL, name) for name in names]
+
+        names = of_model(missing)
+        if not self._is_alone and not any(name in self._saved for name in names):
+            if prefix := explain_prefix(names, of_model(fqns), of_model(self._settings)):
+                return f"; {prefix}"
+            return (
+                ". If the model has new parameters, pass partial={'model', 'optimizer'}: they "
+                "keep their values, and have no state"
+            )
+        return ". To leave the state of such parameters as it is, pass partial={'optimizer'}"
 
     # --- memory
 

@@ -20,7 +20,7 @@ from dcp_rs.checkpoint.names import selector
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.contents import Contents
-from dcp_rs.cli.output import line, print_json, size
+from dcp_rs.cli.output import count, line, print_json, size
 from dcp_rs.errors import PlanError, UnsupportedError
 
 _POISON = 0xA5
@@ -80,7 +80,7 @@ def _bench(
     width = max(map(len, readers))
     if not as_json:
         cache = "cold page cache" if cold else "warm page cache"
-        number = f"{len(destination):,} tensors, {size(total)}"
+        number = f"{count(len(destination), 'tensor')}, {size(total)}"
         line(f"{number}, into CPU memory; {cache}, best of {rounds}")
         line((f"{'':{width}}   seconds   GB/s", "dim"))
     rows: list[Row] = []
