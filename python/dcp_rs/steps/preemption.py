@@ -26,7 +26,7 @@ class Preemption:
         ValueError: a signal outside of the main thread, or one that cannot be handled.
     """
 
-    def __init__(self, source: signal.Signals | Callable[[], bool] | None) -> None:
+    def __init__(self, source: int | Callable[[], bool] | None) -> None:
         self._is_noticed = False
         self._process = os.getpid()
         self._ask: Callable[[], bool] | None = None
@@ -35,10 +35,9 @@ class Preemption:
         if callable(source):
             self._ask = source
         elif source is not None:
-            number: Any = source
             try:
                 # True would count as 1, which is SIGHUP.
-                self._signal = signal.Signals(None if number is True else number)
+                self._signal = signal.Signals(0 if isinstance(source, bool) else source)
             except ValueError:
                 msg = f"preemption={source!r}: pass a signal such as signal.SIGTERM, or a function"
                 raise ValueError(msg) from None
