@@ -16,7 +16,7 @@ use dcp_rs_core::Dtype;
 use dcp_rs_core::copy::{Accumulate, Loop, Stores, copy_strided, copy_with_digest_unfenced, fence};
 use dcp_rs_core::format::{Index, IndexBuilder, SourceKind};
 use dcp_rs_core::geometry::Dims;
-use dcp_rs_core::quant::{Coded, Format, Target};
+use dcp_rs_core::quant::{Coded, Format, Order, Target};
 
 const OFFSETS: [usize; 10] = [0, 64, 128, 192, 256, 512, 1024, 2048, 3072, 4032];
 const SIZES: [(&str, usize); 3] = [("64 KiB", 64 << 10), ("1 MiB", 1 << 20), ("64 MiB", 64 << 20)];
@@ -97,6 +97,7 @@ static QUANTIZED: LazyLock<Coded> = LazyLock::new(|| {
         shape: Dims::from_slice(&[rows as u64, COLUMNS as u64]),
         target: Target::BFloat16,
         format: Format::Fp8,
+        order: Order::Rows,
         block: [BLOCK as u64; 2],
         codes,
         scale,
