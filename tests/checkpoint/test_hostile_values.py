@@ -293,11 +293,10 @@ def test_open_names_the_entry(tmp_path):
     content = file.read_bytes()
     at = content.index(b"\x80\x02]")
     file.write_bytes(content[: at + 2] + b"}" + content[at + 3 :])
-    for framework in ("pt", "np"):
-        with dcp_rs.open(tmp_path / "stock", framework=framework) as checkpoint:
-            with pytest.raises(CorruptDataError, match=r"'v\.a'.*CRC-32") as caught:
-                checkpoint["v.a"]
-            assert caught.value.tensor == "v.a"
+    with dcp_rs.open(tmp_path / "stock") as checkpoint:
+        with pytest.raises(CorruptDataError, match=r"'v\.a'.*CRC-32") as caught:
+            checkpoint["v.a"]
+        assert caught.value.tensor == "v.a"
     with pytest.raises(CorruptDataError, match=r"'v\.a'"):
         dcp_rs.load({"v": {"a": None}}, tmp_path / "stock", no_dist=True)
 
