@@ -79,8 +79,11 @@ const KERNELS: [(&str, Kernel); 10] = [
             let rows = codes.len() / COLUMNS;
             let scales = &SCALES[..4 * rows.div_ceil(BLOCK) * (COLUMNS / BLOCK)];
             let sizes = [rows as u64, COLUMNS as u64];
-            QUANTIZED.decode(&[0, 0], &sizes, &[codes, scales], out).expect("whole rows");
+            let rows = out.chunks_exact_mut(2 * COLUMNS);
+            let done = QUANTIZED.decode(&[0, 0], &sizes, &[codes, scales], rows, Stores::Streaming);
+            done.expect("whole rows");
         }
+        fence();
     }),
 ];
 

@@ -12,7 +12,7 @@ mod walk;
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod xxh3;
 
-pub(crate) use run::copy_strided_unfenced;
+pub(crate) use run::{copy_run_unfenced, copy_strided_unfenced};
 
 pub use accumulate::Accumulate;
 pub(crate) use accumulate::round_to_bfloat16;

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::{About, detect};
+use crate::copy::{Stores, fence};
 use crate::format::{Index, IndexBuilder, Kind, SourceKind, TensorEntry, Value};
-use crate::geometry::{Dims, Region};
+use crate::geometry::{Dims, Region, row_major};
 use crate::quant::{Config, Target};
 use crate::{Dtype, Error, Result};
 
@@ -356,9 +357,87 @@ proptest! {
                 let bytes: Vec<&[u8]> = bytes.iter().map(Vec::as_slice).collect();
                 let count: u64 = region.sizes.iter().product();
                 let mut out = vec![0; usize::try_from(2 * count).unwrap()];
+                let row = usize::try_from(2 * region.sizes[region.sizes.len() - 1]).unwrap();
+                let rows = out.chunks_exact_mut(row.max(1));
                 let done: Result<()> =
-                    coded.decode(&region.offsets, &region.sizes, &bytes, &mut out);
+                    coded.decode(&region.offsets, &region.sizes, &bytes, rows, Stores::Cached);
                 done.unwrap();
+            }
+        }
+    }
+}
+
+/// Returns the bytes of a region of a tensor, whose bytes are a function of their place.
+fn bytes_of(shape: &[u64], region: &Region, itemsize: u64) -> Vec<u8> {
+    let strides = row_major(shape);
+    let count: u64 = region.sizes.iter().product();
+    let at = |mut i: u64| {
+        let mut at = 0;
+        for d in (0..shape.len()).rev() {
+            at += (region.offsets[d] + i % region.sizes[d]) * strides[d];
+            i /= region.sizes[d];
+        }
+        at
+    };
+    // Scales of two and four bytes are 0.5 and 2.
+    (0..count)
+        .map(at)
+        .flat_map(|at| match itemsize {
+            4 => (if at % 2 == 0 { 0.5_f32 } else { 2.0 }).to_le_bytes().to_vec(),
+            2 => vec![0, if at % 2 == 0 { 0x38 } else { 0x40 }],
+            _ => vec![(at.wrapping_mul(2_654_435_761) >> 7).to_le_bytes()[0]],
+        })
+        .collect()
+}
+
+/// Large rectangles are decoded with tables, single rows by arithmetic.
+#[test]
+fn a_rectangle_has_the_numbers_of_its_rows() {
+    for stored in [
+        "m float8_e4m3fn 2x300x640; m_scale_inv float32 2x3x5",
+        "m.weight float8_e4m3fn 2x300x640; m.scale float8_e8m0fnu 2x3x5",
+        "m float8_e4m3fn 2x300x640; m_scale uint8 2x300x20",
+        "m uint8 2x300x320; m_scale uint8 2x300x20",
+        "m uint8 2x300x320; m_scale float8_e4m3fn 2x300x40; m_scale_2 float32 1",
+        "m_blocks uint8 2x300x20x16; m_scales uint8 2x300x20",
+    ] {
+        let index = index(stored);
+        let found = detect(&index, About::default(), Target::BFloat16).unwrap();
+        let [(_, coded)] = &found.coded[..] else { panic!("{stored}") };
+        let decode = |offsets: &[u64], sizes: &[u64], ways: &[(usize, Stores)]| {
+            let parts: Vec<Vec<u8>> = coded
+                .parts(offsets, sizes)
+                .iter()
+                .map(|part| bytes_of(&index.tensor(part.tensor).shape, &part.region, part.itemsize))
+                .collect();
+            let parts: Vec<&[u8]> = parts.iter().map(Vec::as_slice).collect();
+            let size = |x: u64| usize::try_from(x).unwrap();
+            let length = size(2 * sizes.iter().product::<u64>());
+            let mut out = vec![0; length + 128];
+            let lines = out.as_ptr().align_offset(64);
+            let each = ways.iter().map(|&(at, stores)| {
+                let out = &mut out[lines + at..lines + at + length];
+                let rows = out.chunks_exact_mut(2 * size(sizes[2]));
+                coded.decode(offsets, sizes, &parts, rows, stores).unwrap();
+                fence();
+                out.to_vec()
+            });
+            each.collect::<Vec<_>>()
+        };
+        for (offsets, sizes) in
+            [([0, 0, 0], [2, 300, 640]), ([0, 100, 64], [2, 190, 512]), ([1, 7, 32], [1, 290, 608])]
+        {
+            let ways = [(0, Stores::Streaming), (0, Stores::Cached), (2, Stores::Streaming)];
+            let whole = decode(&offsets, &sizes, &ways);
+            let row_bytes = 2 * usize::try_from(sizes[2]).unwrap();
+            for i in (0..sizes[0] * sizes[1]).step_by(37) {
+                let (outer, row) = (offsets[0] + i / sizes[1], offsets[1] + i % sizes[1]);
+                let row = decode(&[outer, row, offsets[2]], &[1, 1, sizes[2]], &[ways[1]]);
+                let begin = row_bytes * usize::try_from(i).unwrap();
+                for (whole, way) in whole.iter().zip(ways) {
+                    let same = whole[begin..begin + row_bytes] == row[0];
+                    assert!(same, "{stored}, {offsets:?}, row {i}, {way:?}");
+                }
             }
         }
     }

@@ -1,12 +1,13 @@
 //! Decoding of codes and scales to numbers: pure functions, in float32 with one rounding to the
 //! target.
-#![allow(unsafe_code)] // Functions for AVX2 and AVX-512 are unsafe to call, as a CPU may lack them.
+#![allow(unsafe_code)] // Functions for AVX2 and AVX-512, and copies
 #![expect(
     clippy::inline_always,
     reason = "what is inlined is compiled for AVX2, and vectorized, with its caller"
 )]
 
 use super::Target;
+use crate::copy::{Stores, copy_run_unfenced};
 
 /// Codes in a stored byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,149 +43,274 @@ pub struct Row<'a> {
     pub scales: &'a [f32],
     /// Zero points, which are subtracted from the codes of each group; empty for none.
     pub zeros: &'a [f32],
+    /// The groups.
+    pub groups: Groups,
+}
+
+/// The groups of columns of a row, which share a scale.
+#[derive(Clone, Copy, Debug)]
+pub struct Groups {
     /// Columns of a group.
-    pub group: usize,
+    pub columns: usize,
     /// Columns of the first group before the row.
     pub before: usize,
 }
 
 /// Columns that are decoded together. Their numbers stay in the first-level cache.
-const STEP: usize = 2048;
+const STEP: usize = 512;
 
-/// Decodes a row into `out`, which is a whole number of elements of `target`.
+/// Decodes a row into `out`, which is a whole number of elements of `target`. Call
+/// [`fence`](crate::copy::fence) after streaming stores.
 ///
 /// # Panics
 /// If the row has fewer codes or scales than `out` has elements.
-pub fn decode(row: Row<'_>, target: Target, out: &mut [u8]) {
+pub fn decode(row: Row<'_>, target: Target, out: &mut [u8], stores: Stores) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     if is_x86_feature_detected!("avx2") {
         // SAFETY: the CPU has AVX2.
-        unsafe { decode_avx2(row, target, out) };
+        unsafe { decode_avx2(row, target, out, stores) };
         return;
     }
-    decode_any(row, target, out);
+    decode_any(row, target, out, stores);
 }
 
-/// The decoded elements of each possible byte of codes under one scale, in `SIZE` bytes.
-pub type Table<const SIZE: usize> = [[u8; SIZE]; 256];
+/// The decoded elements of 16 bits of all codes under one scale: 256 codes of a byte, or 16 of half
+/// a byte.
+pub type Table<const CODES: usize> = [u16; CODES];
 
-/// Returns the table of a scale. `SIZE` is the size of the elements of one byte of codes.
-///
-/// # Panics
-/// If `SIZE` is another size.
-pub fn table<const SIZE: usize>(code: Code, scale: f32, target: Target) -> Table<SIZE> {
-    let bytes: Vec<u8> = (0..=u8::MAX).collect();
+/// Returns the table of a scale, for a target of 16 bits.
+pub fn table<const CODES: usize>(code: Code, scale: f32, target: Target) -> Table<CODES> {
+    let bytes: Vec<u8> = match code.per_byte() {
+        1 => (0..=u8::MAX).collect(),
+        _ => (0..16).step_by(2).map(|low| low | ((low + 1) << 4)).collect(),
+    };
     let row = Row {
         code,
         bytes: &bytes,
         skip: 0,
         scales: &[scale],
         zeros: &[],
-        group: 256 * code.per_byte(),
-        before: 0,
+        groups: Groups { columns: CODES, before: 0 },
     };
-    let mut table = [[0; SIZE]; 256];
-    assert_eq!(SIZE, code.per_byte() * target.size(), "elements of a byte");
-    decode(row, target, table.as_flattened_mut());
-    table
+    let mut table = [[0; 2]; CODES];
+    decode(row, target, table.as_flattened_mut(), Stores::Cached);
+    table.map(u16::from_le_bytes)
 }
 
-/// Decodes with a table. For elements of 16 bits this is twice as fast as arithmetic.
-pub fn look_up<const SIZE: usize>(table: &Table<SIZE>, bytes: &[u8], out: &mut [u8]) {
-    let count = bytes.len().min(out.len() / SIZE);
-    let (bytes, out) = (&bytes[..count], &mut out[..SIZE * count]);
+impl Groups {
+    /// Calls `each` with the number, the codes and the elements of each group of a row. No byte of
+    /// two codes may belong to two groups.
+    #[inline(always)]
+    fn split<const CODES: usize>(
+        self,
+        codes: &[u8],
+        out: &mut [u8],
+        mut each: impl FnMut(usize, &[u8], &mut [u8]),
+    ) {
+        let per_byte = if CODES == 256 { 1 } else { 2 };
+        let columns = out.len() / 2;
+        let (mut begin, mut end) = (0, self.columns - self.before);
+        for group in 0.. {
+            end = end.min(columns);
+            let codes = &codes[begin / per_byte..end.div_ceil(per_byte)];
+            each(group, codes, &mut out[2 * begin..2 * end]);
+            if end == columns {
+                return;
+            }
+            (begin, end) = (end, end + self.columns);
+        }
+    }
+}
+
+/// Decodes a row with the table of each group, which is several times as fast as arithmetic. Call
+/// [`fence`](crate::copy::fence) after streaming stores.
+///
+/// # Panics
+/// If the row has fewer codes than `out` has elements.
+pub fn look_up<'t, const CODES: usize>(
+    codes: &[u8],
+    groups: Groups,
+    table: impl Fn(usize) -> &'t Table<CODES>,
+    out: &mut [u8],
+    stores: Stores,
+) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl") {
-        match SIZE {
-            // SAFETY: the CPU has both features.
-            2 => return unsafe { avx512::one_a_byte(table.as_flattened(), bytes, out) },
-            // SAFETY: as above.
-            4 => return unsafe { avx512::two_a_byte(table.as_flattened(), bytes, out) },
-            _ => {}
+    {
+        let stream = stores == Stores::Streaming;
+        if CODES == 256 && is_x86_feature_detected!("avx512bw") {
+            // SAFETY: the CPU has the feature.
+            return unsafe { x86::row_of_bytes(codes, groups, table, out, stream) };
+        }
+        if CODES == 16 && is_x86_feature_detected!("avx2") {
+            // SAFETY: the CPU has the feature.
+            return unsafe { x86::row_of_halves(codes, groups, table, out, stream) };
         }
     }
-    for (to, byte) in out.chunks_exact_mut(SIZE).zip(bytes) {
-        to.copy_from_slice(&table[usize::from(*byte)]);
+    let mut part = [0; 2 * STEP];
+    groups.split::<CODES>(codes, out, |group, codes, out| {
+        let per_byte = if CODES == 256 { 1 } else { 2 };
+        for (codes, out) in codes.chunks(STEP / per_byte).zip(out.chunks_mut(2 * STEP)) {
+            let part = &mut part[..out.len()];
+            one_by_one(table(group), codes, part);
+            copy(out, part, stores);
+        }
+    });
+}
+
+/// Looks up code after code.
+#[inline(always)]
+fn one_by_one<const CODES: usize>(table: &Table<CODES>, codes: &[u8], out: &mut [u8]) {
+    if CODES == 256 {
+        store_words(codes.iter().map(|&code| table[usize::from(code)]), out);
+    } else {
+        let halves = codes.iter().flat_map(|&byte| [byte & 15, byte >> 4]);
+        store_words(halves.map(|code| table[usize::from(code)]), out);
     }
 }
 
-/// Look-ups of 32 elements of 16 bits at a time, in tables in registers.
+#[inline(always)]
+fn store_words(words: impl Iterator<Item = u16>, out: &mut [u8]) {
+    for (to, word) in out.chunks_exact_mut(2).zip(words) {
+        to.copy_from_slice(&word.to_le_bytes());
+    }
+}
+
+/// Copies what was decoded to its destination. Call [`fence`](crate::copy::fence) after streaming
+/// stores.
+fn copy(out: &mut [u8], decoded: &[u8], stores: Stores) {
+    assert_eq!(out.len(), decoded.len(), "a part of a row");
+    // SAFETY: both have this length, and `out` is borrowed alone.
+    unsafe { copy_run_unfenced(out.as_mut_ptr(), decoded.as_ptr(), decoded.len(), stores) };
+}
+
+/// Look-ups of 16 or 32 elements at a time, in tables in registers. They are stored around the
+/// cache, if that is wanted and a group begins at a multiple of the length of a store.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
-mod avx512 {
+mod x86 {
     use std::arch::x86_64::{
-        __m512i, _mm_maskz_loadu_epi8, _mm256_maskz_loadu_epi8, _mm512_and_si512,
-        _mm512_cvtepu8_epi16, _mm512_cvtepu8_epi32, _mm512_loadu_si512, _mm512_mask_blend_epi16,
-        _mm512_mask_storeu_epi16, _mm512_or_si512, _mm512_permutex2var_epi16,
-        _mm512_permutexvar_epi16, _mm512_set1_epi16, _mm512_set1_epi32, _mm512_slli_epi32,
-        _mm512_test_epi16_mask,
+        __m128i, __m256i, __m512i, _mm_and_si128, _mm_loadl_epi64, _mm_loadu_si128,
+        _mm_packus_epi16, _mm_set1_epi8, _mm_set1_epi16, _mm_shuffle_epi8, _mm_srli_epi16,
+        _mm_unpackhi_epi8, _mm_unpacklo_epi8, _mm256_loadu_si256, _mm256_set_m128i,
+        _mm256_storeu_si256, _mm256_stream_si256, _mm512_cvtepu8_epi16, _mm512_loadu_si512,
+        _mm512_mask_blend_epi16, _mm512_permutex2var_epi16, _mm512_set1_epi16, _mm512_storeu_si512,
+        _mm512_stream_si512, _mm512_test_epi16_mask,
     };
 
-    /// Elements of a register.
-    const LANES: usize = 32;
+    use super::{Groups, Table, one_by_one};
 
-    /// Looks up each byte in a table of 256 elements.
-    #[target_feature(enable = "avx512bw,avx512vl")]
-    pub fn one_a_byte(table: &[u8], bytes: &[u8], out: &mut [u8]) {
-        let parts: [__m512i; 8] = std::array::from_fn(|part| load(table, part * LANES));
-        for (bytes, out) in bytes.chunks(LANES).zip(out.chunks_mut(2 * LANES)) {
-            // SAFETY: the mask has a bit for each byte.
-            let codes = unsafe {
-                _mm256_maskz_loadu_epi8(u32::MAX >> (LANES - bytes.len()), bytes.as_ptr().cast())
-            };
-            let codes = _mm512_cvtepu8_epi16(codes);
-            let quarter = |i: usize| _mm512_permutex2var_epi16(parts[i], codes, parts[i + 1]);
-            let upper = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64));
-            let half = |i: usize| _mm512_mask_blend_epi16(upper, quarter(i), quarter(i + 2));
-            let negative = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(128));
-            store(_mm512_mask_blend_epi16(negative, half(0), half(4)), out);
-        }
-    }
-
-    /// Looks up both halves of each byte in a table of 256 pairs.
-    #[target_feature(enable = "avx512bw,avx512vl")]
-    pub fn two_a_byte(table: &[u8], bytes: &[u8], out: &mut [u8]) {
-        // The pair of each byte below 16 begins with the number of the byte's lower half.
-        let pairs = load(table, 0);
-        for (bytes, out) in bytes.chunks(LANES / 2).zip(out.chunks_mut(2 * LANES)) {
-            // SAFETY: the mask has a bit for each byte.
-            let codes = unsafe {
-                _mm_maskz_loadu_epi8(u16::MAX >> (LANES / 2 - bytes.len()), bytes.as_ptr().cast())
-            };
-            let codes = _mm512_cvtepu8_epi32(codes);
-            // Each half twice, in 16 bits of its own.
-            let lower = _mm512_and_si512(_mm512_slli_epi32(codes, 1), _mm512_set1_epi32(0x1e));
-            let upper =
-                _mm512_and_si512(_mm512_slli_epi32(codes, 13), _mm512_set1_epi32(0x1e << 16));
-            store(_mm512_permutexvar_epi16(_mm512_or_si512(lower, upper), pairs), out);
-        }
-    }
-
-    /// Loads the elements of a table from `first` on.
+    /// Looks up bytes, 32 at a time.
     #[target_feature(enable = "avx512bw")]
-    fn load(table: &[u8], first: usize) -> __m512i {
-        let bytes: &[u8; 2 * LANES] = table[2 * first..].first_chunk().expect("256 elements");
-        // SAFETY: the elements are as long as a register.
-        unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
+    pub fn row_of_bytes<'t, const CODES: usize>(
+        codes: &[u8],
+        groups: Groups,
+        table: impl Fn(usize) -> &'t Table<CODES>,
+        out: &mut [u8],
+        stream: bool,
+    ) {
+        groups.split::<CODES>(codes, out, |group, codes, out| {
+            let table = table(group);
+            let parts: [__m512i; 8] = std::array::from_fn(|part| {
+                let part: &[u16; 32] = table[32 * part..].first_chunk().expect("256 elements");
+                // SAFETY: it is as long as a register.
+                unsafe { _mm512_loadu_si512(part.as_ptr().cast()) }
+            });
+            let stream = stream && out.as_ptr().addr().is_multiple_of(64);
+            let (codes, last_codes) = codes.as_chunks::<32>();
+            let (out, last) = out.as_chunks_mut::<64>();
+            for (codes, out) in codes.iter().zip(out) {
+                // SAFETY: the codes are as long as a register.
+                let codes = unsafe { _mm256_loadu_si256(codes.as_ptr().cast()) };
+                let codes = _mm512_cvtepu8_epi16(codes);
+                let quarter = |i: usize| _mm512_permutex2var_epi16(parts[i], codes, parts[i + 1]);
+                let upper = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64));
+                let half = |i: usize| _mm512_mask_blend_epi16(upper, quarter(i), quarter(i + 2));
+                let negative = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(128));
+                let elements = _mm512_mask_blend_epi16(negative, half(0), half(4));
+                // SAFETY: the elements are as long as a register, and aligned if they are streamed.
+                unsafe {
+                    if stream {
+                        _mm512_stream_si512(out.as_mut_ptr().cast(), elements);
+                    } else {
+                        _mm512_storeu_si512(out.as_mut_ptr().cast(), elements);
+                    }
+                }
+            }
+            if !last.is_empty() {
+                one_by_one(table, last_codes, last);
+            }
+        });
     }
 
-    /// Stores as many elements as fit in `out`.
-    #[target_feature(enable = "avx512bw")]
-    fn store(elements: __m512i, out: &mut [u8]) {
-        let mask = u32::MAX >> (LANES - (out.len() / 2).min(LANES));
-        // SAFETY: the mask has a bit for each element of `out`.
-        unsafe { _mm512_mask_storeu_epi16(out.as_mut_ptr().cast(), mask, elements) };
+    /// Looks up half bytes, 16 at a time.
+    #[target_feature(enable = "avx2")]
+    pub fn row_of_halves<'t, const CODES: usize>(
+        codes: &[u8],
+        groups: Groups,
+        table: impl Fn(usize) -> &'t Table<CODES>,
+        out: &mut [u8],
+        stream: bool,
+    ) {
+        groups.split::<CODES>(codes, out, |group, codes, out| {
+            let table = table(group);
+            let (lower, upper) = bytes_of(table.first_chunk().expect("16 elements"));
+            let stream = stream && out.as_ptr().addr().is_multiple_of(32);
+            let (out, last) = out.as_chunks_mut::<32>();
+            // The last element may have a whole byte of codes.
+            let (codes, last_codes) = codes.split_at(8 * out.len());
+            let (codes, _) = codes.as_chunks::<8>();
+            for (codes, out) in codes.iter().zip(out) {
+                // SAFETY: there are eight bytes.
+                let bytes = unsafe { _mm_loadl_epi64(codes.as_ptr().cast()) };
+                let mask = _mm_set1_epi8(15);
+                let codes = _mm_unpacklo_epi8(
+                    _mm_and_si128(bytes, mask),
+                    _mm_and_si128(_mm_srli_epi16::<4>(bytes), mask),
+                );
+                let (lower, upper) =
+                    (_mm_shuffle_epi8(lower, codes), _mm_shuffle_epi8(upper, codes));
+                let elements: __m256i = _mm256_set_m128i(
+                    _mm_unpackhi_epi8(lower, upper),
+                    _mm_unpacklo_epi8(lower, upper),
+                );
+                // SAFETY: the elements are as long as a register, and aligned if they are streamed.
+                unsafe {
+                    if stream {
+                        _mm256_stream_si256(out.as_mut_ptr().cast(), elements);
+                    } else {
+                        _mm256_storeu_si256(out.as_mut_ptr().cast(), elements);
+                    }
+                }
+            }
+            if !last.is_empty() {
+                one_by_one(table, last_codes, last);
+            }
+        });
+    }
+
+    /// Returns the lower and the upper bytes of 16 elements.
+    #[target_feature(enable = "avx2")]
+    fn bytes_of(table: &[u16; 16]) -> (__m128i, __m128i) {
+        // SAFETY: both halves are as long as a register.
+        let [a, b] =
+            unsafe { [table.as_ptr(), table[8..].as_ptr()].map(|at| _mm_loadu_si128(at.cast())) };
+        let mask = _mm_set1_epi16(0xff);
+        (
+            _mm_packus_epi16(_mm_and_si128(a, mask), _mm_and_si128(b, mask)),
+            _mm_packus_epi16(_mm_srli_epi16::<8>(a), _mm_srli_epi16::<8>(b)),
+        )
     }
 }
 
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[target_feature(enable = "avx2")]
-fn decode_avx2(row: Row<'_>, target: Target, out: &mut [u8]) {
-    decode_any(row, target, out);
+fn decode_avx2(row: Row<'_>, target: Target, out: &mut [u8], stores: Stores) {
+    decode_any(row, target, out, stores);
 }
 
 #[inline(always)]
-fn decode_any(row: Row<'_>, target: Target, out: &mut [u8]) {
+fn decode_any(row: Row<'_>, target: Target, out: &mut [u8], stores: Stores) {
     let mut numbers = [0_f32; STEP];
+    let mut part = [0; 4 * STEP];
     let (size, per_byte) = (target.size(), row.code.per_byte());
     let count = row.skip + out.len() / size;
     // Positions in the row count from the first code of the first byte.
@@ -202,11 +328,13 @@ fn decode_any(row: Row<'_>, target: Target, out: &mut [u8]) {
         let numbers = &mut numbers[first - begin..end - begin];
         scale(row, first - row.skip, numbers);
         let out = &mut out[(first - row.skip) * size..(end - row.skip) * size];
+        let part = &mut part[..out.len()];
         match target {
-            Target::Float32 => store(numbers, out, f32::to_le_bytes),
-            Target::BFloat16 => store(numbers, out, |x| bf16(x).to_le_bytes()),
-            Target::Float16 => store(numbers, out, |x| f16(x).to_le_bytes()),
+            Target::Float32 => store(numbers, part, f32::to_le_bytes),
+            Target::BFloat16 => store(numbers, part, |x| bf16(x).to_le_bytes()),
+            Target::Float16 => store(numbers, part, |x| f16(x).to_le_bytes()),
         }
+        copy(out, part, stores);
         begin = end;
     }
 }
@@ -232,9 +360,9 @@ fn each_half(bytes: &[u8], numbers: &mut [f32], number: impl Fn(u8) -> f32) {
 fn scale(row: Row<'_>, first: usize, numbers: &mut [f32]) {
     let mut at = 0;
     while at < numbers.len() {
-        let column = row.before + first + at;
-        let group = column / row.group;
-        let end = numbers.len().min(at + (group + 1) * row.group - column);
+        let column = row.groups.before + first + at;
+        let group = column / row.groups.columns;
+        let end = numbers.len().min(at + (group + 1) * row.groups.columns - column);
         let scale = row.scales[group];
         let zero = row.zeros.get(group).copied().unwrap_or(0.0);
         for number in &mut numbers[at..end] {

@@ -7,8 +7,9 @@ use proptest::prelude::*;
 
 use super::Target;
 use super::kernel::{
-    Code, Row, bf16, decode, e2m1, e4m3, e8m0, f16, from_bf16, from_f16, look_up, table,
+    Code, Groups, Row, bf16, decode, e2m1, e4m3, e8m0, f16, from_bf16, from_f16, look_up, table,
 };
+use crate::copy::{Stores, fence};
 
 /// Computes a small float by its definition: sign, exponent and fraction.
 fn small_float(code: u8, exponent_bits: u32, fraction_bits: u32, bias: i32) -> f64 {
@@ -92,6 +93,38 @@ fn nearest(x: f32, from: impl Fn(u16) -> f32, infinity: u16) -> u16 {
     bits | if x.is_sign_negative() { 0x8000 } else { 0 }
 }
 
+/// Returns elements, given a function of the group and the column.
+fn expected(groups: Groups, count: usize, element: impl Fn(usize, usize) -> u16) -> Vec<u16> {
+    (0..count).map(|i| element((groups.before + i) / groups.columns, i)).collect()
+}
+
+/// Elements at some distance from a line, with a line before and after.
+struct Placed {
+    memory: Vec<u8>,
+    begin: usize,
+    len: usize,
+}
+
+impl Placed {
+    fn new(at: usize, elements: usize) -> Self {
+        let memory = vec![7; 2 * elements + 256];
+        let begin = memory.as_ptr().align_offset(64) + 64 + at;
+        Self { memory, begin, len: 2 * elements }
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        &mut self.memory[self.begin..self.begin + self.len]
+    }
+
+    fn check(&mut self, expected: &[u16]) {
+        fence();
+        let got = self.bytes().chunks_exact(2).map(|x| u16::from_le_bytes([x[0], x[1]]));
+        assert!(got.eq(expected.iter().copied()));
+        self.bytes().fill(7);
+        assert!(self.memory.iter().all(|&byte| byte == 7), "written beside the elements");
+    }
+}
+
 proptest! {
     #[test]
     fn rounds_to_the_nearest(bits: u32) {
@@ -109,25 +142,49 @@ proptest! {
         prop_assert_eq!(f16(tie), nearest(tie, from_f16, 0x7c00));
     }
 
-    /// Uses AVX-512 if the CPU has it. Nothing is written beyond the elements.
+    /// Uses vectors if the CPU has them. Nothing is written beside the elements, wherever they lie.
     #[test]
-    fn looks_up_what_is_in_the_table(
-        bytes in prop::collection::vec(any::<u8>(), 0..100),
-        scale in prop::sample::select(vec![1.0, -0.3, 0.0, f32::INFINITY, f32::NAN]),
+    fn looks_up_what_is_in_the_tables(
+        bytes in prop::collection::vec(any::<u8>(), 1..700),
+        (group, before, cut) in (1_usize..100, 0_usize..100, 0_usize..2),
+        (at, streams) in (0_usize..64, any::<bool>()),
         target in prop::sample::select(vec![Target::BFloat16, Target::Float16]),
     ) {
-        let ones = table::<2>(Code::E4m3, scale, target);
-        let pairs = table::<4>(Code::E2m1, scale, target);
-        let expected: Vec<[u8; 2]> = bytes.iter().map(|&byte| ones[usize::from(byte)]).collect();
-        let mut out = vec![7; 2 * bytes.len() + 64];
-        look_up(&ones, &bytes, &mut out[..2 * bytes.len()]);
-        prop_assert_eq!(&out[..2 * bytes.len()], expected.as_flattened());
-        prop_assert_eq!(&out[2 * bytes.len()..], [7; 64]);
-        let expected: Vec<[u8; 4]> = bytes.iter().map(|&byte| pairs[usize::from(byte)]).collect();
-        let mut out = vec![7; 4 * bytes.len() + 64];
-        look_up(&pairs, &bytes, &mut out[..4 * bytes.len()]);
-        prop_assert_eq!(&out[..4 * bytes.len()], expected.as_flattened());
-        prop_assert_eq!(&out[4 * bytes.len()..], [7; 64]);
+        let stores = if streams { Stores::Streaming } else { Stores::Cached };
+        let scales = [1.0, -0.3, 0.0, f32::INFINITY, f32::NAN, 1e-40, 3e38];
+        let ones = scales.map(|scale| table::<256>(Code::E4m3, scale, target));
+        let groups = Groups { columns: group, before: before % group };
+        let expected = expected(groups, bytes.len(), |group, i| {
+            ones[group % ones.len()][usize::from(bytes[i])]
+        });
+        let mut out = Placed::new(at, expected.len());
+        let of_group = |group: usize| &ones[group % ones.len()];
+        look_up(&bytes, groups, of_group, out.bytes(), stores);
+        out.check(&expected);
+
+        let halves = scales.map(|scale| table::<16>(Code::E2m1, scale, target));
+        let groups = Groups { columns: 2 * group, before: 2 * (before % group) };
+        let expected = self::expected(groups, 2 * bytes.len() - cut, |group, i| {
+            halves[group % halves.len()][usize::from(bytes[i / 2] >> (4 * (i % 2)) & 15)]
+        });
+        let mut out = Placed::new(at, expected.len());
+        let of_group = |group: usize| &halves[group % halves.len()];
+        look_up(&bytes, groups, of_group, out.bytes(), stores);
+        out.check(&expected);
+    }
+
+    /// A table has what arithmetic gives, for each code.
+    #[test]
+    fn tables_are_codes_by_a_scale(scale: u32, half: bool) {
+        let scale = f32::from_bits(scale);
+        let (target, round) =
+            if half { (Target::Float16, f16 as fn(f32) -> u16) } else { (Target::BFloat16, bf16 as _) };
+        for (code, element) in (0..=u8::MAX).zip(table::<256>(Code::E4m3, scale, target)) {
+            prop_assert_eq!(element, round(e4m3(code) * scale));
+        }
+        for (code, element) in (0..16_u8).zip(table::<16>(Code::E2m1, scale, target)) {
+            prop_assert_eq!(element, round(e2m1(code) * scale));
+        }
     }
 
     /// At any position in the row, and wherever groups begin.
@@ -152,13 +209,14 @@ proptest! {
         let scales: Vec<f32> = (0..groups).map(|i| e8m0((i * 37 % 256) as u8) * 1.3).collect();
         let zero_points = if has_zeros { groups } else { 0 };
         let zeros: Vec<f32> = (0..zero_points).map(|i| (i % 16) as f32 - 8.0).collect();
-        let row = Row { code, bytes: &bytes, skip, scales: &scales, zeros: &zeros, group, before };
+        let groups = Groups { columns: group, before };
+        let row = Row { code, bytes: &bytes, skip, scales: &scales, zeros: &zeros, groups };
         let expected: Vec<f32> = codes.iter().enumerate().map(|(i, x)| {
             let group = (before + i) / group;
             (x - zeros.get(group).unwrap_or(&0.0)) * scales[group]
         }).collect();
         let mut out = vec![0; 4 * codes.len()];
-        decode(row, Target::Float32, &mut out);
+        decode(row, Target::Float32, &mut out, Stores::Streaming);
         for (got, expected) in out.chunks_exact(4).zip(&expected) {
             let got = f32::from_le_bytes(got.try_into().unwrap());
             prop_assert!(got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan());
@@ -166,7 +224,7 @@ proptest! {
         let mut out = vec![0; 2 * codes.len()];
         let targets = [(Target::BFloat16, bf16 as fn(f32) -> u16), (Target::Float16, f16)];
         for (target, round) in targets {
-            decode(row, target, &mut out);
+            decode(row, target, &mut out, Stores::Cached);
             let words = out.chunks_exact(2);
             let got: Vec<u16> = words.map(|x| u16::from_le_bytes(x.try_into().unwrap())).collect();
             prop_assert_eq!(&got, &expected.iter().map(|&x| round(x)).collect::<Vec<_>>());

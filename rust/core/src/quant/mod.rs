@@ -14,11 +14,13 @@ mod known;
 
 use std::borrow::Cow;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
-use self::kernel::{Code, Row, Table};
+use self::kernel::{Code, Groups, Row, Table};
+use crate::copy::Stores;
 use crate::format::Index;
 use crate::geometry::{Dims, Region};
 use crate::{Dtype, Error, Result};
@@ -273,23 +275,23 @@ impl Coded {
         [codes, scales.collect()]
     }
 
-    /// Decodes a rectangle into `out`, in row-major order. `stored` has the bytes of its
-    /// [parts](Self::parts), in the same order.
+    /// Decodes a rectangle into its rows, in row-major order. `stored` has the bytes of its
+    /// [parts](Self::parts), in the same order. Call [`fence`](crate::copy::fence) after streaming
+    /// stores.
     ///
     /// # Errors
     /// [`Error::Internal`] for a part with a dtype that [`detect`] does not accept.
     ///
     /// # Panics
-    /// If `stored` or `out` do not have the lengths of the rectangle.
-    pub fn decode(
+    /// If `stored` or `rows` do not have the lengths of the rectangle.
+    pub fn decode<'o>(
         &self,
         offsets: &[u64],
         sizes: &[u64],
         stored: &[&[u8]],
-        out: &mut [u8],
+        rows: impl Iterator<Item = &'o mut [u8]>,
+        stores: Stores,
     ) -> Result<()> {
-        let lead = self.shape.len() - 2;
-        let [rows, columns] = [usize_of(sizes[lead]), usize_of(sizes[lead + 1])];
         if sizes.contains(&0) {
             return Ok(());
         }
@@ -297,31 +299,67 @@ impl Coded {
         let mut in_rows: SmallVec<[&[u8]; 4]> = SmallVec::from_slice(stored);
         (in_rows[0], in_rows[1]) = (&codes, &scales);
         let stored = &in_rows[..];
-        let of_column = |step: u64| usize_of(offsets[lead + 1] % step);
+        let lead = self.shape.len() - 2;
+        let (first_row, first_column) = (offsets[lead], offsets[lead + 1]);
+        let of = Rectangle {
+            rows: usize_of(sizes[lead]),
+            first_row,
+            tall: self.block[0],
+            bands: usize_of(steps(first_row, sizes[lead], self.block[0]).1),
+            in_row: usize_of(steps(first_column, sizes[lead + 1], self.block[1]).1),
+            groups: Groups {
+                columns: usize_of(self.block[1]),
+                before: usize_of(first_column % self.block[1]),
+            },
+        };
         let (unit, unit_bytes) = self.unit();
-        let bytes = usize_of(steps(offsets[lead + 1], sizes[lead + 1], unit).1 * unit_bytes);
-        let groups = usize_of(steps(offsets[lead + 1], sizes[lead + 1], self.block[1]).1);
-        let (first_scale, scale_rows) = steps(offsets[lead], sizes[lead], self.block[0]);
+        let bytes = usize_of(steps(first_column, sizes[lead + 1], unit).1 * unit_bytes);
+        let skip = usize_of(first_column % unit);
+        let rows = stored[0].chunks_exact(bytes).zip(rows).enumerate();
         let mut scales = self.scales(stored)?;
+        // Scales of one byte: there are few different ones, and they recur.
+        let names = (scales.len() > 1 && scales.len() == stored[1].len()).then_some(stored[1]);
         if let [one] = scales[..] {
             // A single scale may be that of all matrices.
             let outer = usize_of(sizes[..lead].iter().product());
-            scales.resize(outer * usize_of(scale_rows) * groups, one);
+            scales.resize(outer * of.bands * of.in_row, one);
         }
-        let rectangle = Rectangle { rows, columns, bytes, groups };
-        if self.target.size() == 2 && self.look_up(offsets, &rectangle, &scales, stored, out) {
-            return Ok(());
+        let tables = names.map_or(scales.len(), |names| names.len().min(256));
+        let elements = stored[0].len() * self.format.code().per_byte();
+        let is_worthwhile = |codes: usize| {
+            self.target.size() == 2 && skip == 0 && elements >= OFTEN * codes * tables
+        };
+        match self.format {
+            Format::Fp8 if is_worthwhile(256) => {
+                self.look_up::<256>(&of, &scales, names, rows, stores);
+            }
+            Format::Mxfp4 | Format::Nvfp4 if is_worthwhile(16) => {
+                self.look_up::<16>(&of, &scales, names, rows, stores);
+            }
+            _ => {
+                let zeros = self.zeros.map(|_| stored[2]);
+                self.compute(&of, skip, &scales, zeros, rows, stores);
+            }
         }
-        let zeros = self.zeros.map(|_| stored[2]);
-        let zero_rows = usize_of(steps(offsets[lead], sizes[lead], 8).1);
-        let mut row_zeros = vec![0.0; if zeros.is_some() { groups } else { 0 }];
-        let out_bytes = columns * self.target.size();
-        for (i, out) in out.chunks_exact_mut(out_bytes).enumerate() {
-            let (outer, row) = (i / rows, offsets[lead] + (i % rows) as u64);
-            let scale_row =
-                outer * usize_of(scale_rows) + usize_of(row / self.block[0] - first_scale);
+        Ok(())
+    }
+
+    /// Decodes rows by arithmetic.
+    fn compute<'c, 'o>(
+        &self,
+        of: &Rectangle,
+        skip: usize,
+        scales: &[f32],
+        zeros: Option<&[u8]>,
+        rows: impl Iterator<Item = (usize, (&'c [u8], &'o mut [u8]))>,
+        stores: Stores,
+    ) {
+        let zero_rows = usize_of(steps(of.first_row, of.rows as u64, 8).1);
+        let mut row_zeros = vec![0.0; if zeros.is_some() { of.in_row } else { 0 }];
+        for (i, (bytes, out)) in rows {
             if let Some(zeros) = zeros {
-                let at = (outer * zero_rows + usize_of(row / 8 - offsets[lead] / 8)) * groups;
+                let (outer, row) = (i / of.rows, of.first_row + (i % of.rows) as u64);
+                let at = (outer * zero_rows + usize_of(row / 8 - of.first_row / 8)) * of.in_row;
                 for (group, zero) in row_zeros.iter_mut().enumerate() {
                     let byte = zeros[4 * (at + group) + usize_of(row % 8 / 2)];
                     *zero = f32::from(if row % 2 == 0 { byte & 15 } else { byte >> 4 }) - 8.0;
@@ -329,72 +367,52 @@ impl Coded {
             }
             let row = Row {
                 code: self.format.code(),
-                bytes: &stored[0][i * bytes..(i + 1) * bytes],
-                skip: of_column(unit),
-                scales: &scales[scale_row * groups..(scale_row + 1) * groups],
+                bytes,
+                skip,
+                scales: &scales[of.scales_of(i)],
                 zeros: &row_zeros,
-                group: usize_of(self.block[1]),
-                before: of_column(self.block[1]),
+                groups: of.groups,
             };
-            kernel::decode(row, self.target, out);
+            kernel::decode(row, self.target, out, stores);
         }
-        Ok(())
     }
 
-    /// Decodes with tables if each is used often enough. Otherwise returns false and does nothing.
-    fn look_up(
+    /// Decodes rows with tables.
+    fn look_up<'c, 'o, const CODES: usize>(
         &self,
-        offsets: &[u64],
         of: &Rectangle,
         scales: &[f32],
-        stored: &[&[u8]],
-        out: &mut [u8],
-    ) -> bool {
-        let lead = self.shape.len() - 2;
-        let [tall, wide] = self.block.map(usize_of);
-        let [row, column] = [usize_of(offsets[lead]), usize_of(offsets[lead + 1])];
-        let code = self.format.code();
-        let codes = stored[0];
-        match self.format {
-            Format::Fp8 if of.rows.min(tall) * of.columns.min(wide) >= OFTEN => {
-                let scale_rows = (row + of.rows).div_ceil(tall) - row / tall;
-                for (number, scale) in scales.iter().enumerate() {
-                    let (outer, inner) =
-                        (number / (scale_rows * of.groups), number % (scale_rows * of.groups));
-                    let of_block = |at: usize, size: usize, first: usize, count: usize| {
-                        let begin = ((first / size + at) * size).max(first) - first;
-                        begin..((first / size + at + 1) * size - first).min(count)
-                    };
-                    let rows = of_block(inner / of.groups, tall, row, of.rows);
-                    let columns = of_block(inner % of.groups, wide, column, of.columns);
-                    let table: Table<2> = kernel::table(code, *scale, self.target);
-                    for row in rows {
-                        let at = (outer * of.rows + row) * of.columns;
-                        let (begin, end) = (at + columns.start, at + columns.end);
-                        kernel::look_up(&table, &codes[begin..end], &mut out[2 * begin..2 * end]);
-                    }
-                }
-                true
+        names: Option<&[u8]>,
+        rows: impl Iterator<Item = (usize, (&'c [u8], &'o mut [u8]))>,
+        stores: Stores,
+    ) {
+        let table = |scale: f32| kernel::table::<CODES>(self.format.code(), scale, self.target);
+        let mut tables: Vec<Table<CODES>> = Vec::new();
+        if let Some(names) = names {
+            let mut places = [None; 256];
+            for (name, scale) in names.iter().zip(scales) {
+                places[usize::from(*name)].get_or_insert_with(|| {
+                    tables.push(table(*scale));
+                    tables.len() - 1
+                });
             }
-            // Scales of one byte: there are few different ones, and they recur.
-            Format::Mxfp4 | Format::Nvfp4
-                if column % wide == 0 && of.columns.is_multiple_of(2) && scales.len() >= OFTEN =>
-            {
-                let mut tables: Vec<Option<Box<Table<4>>>> = vec![None; 256];
-                let rows = codes.chunks_exact(of.bytes).zip(out.chunks_exact_mut(2 * of.columns));
-                let of_rows = scales.chunks_exact(of.groups).zip(stored[1].chunks_exact(of.groups));
-                for ((codes, out), (scales, names)) in rows.zip(of_rows) {
-                    let groups = codes.chunks(wide / 2).zip(out.chunks_mut(2 * wide));
-                    for ((codes, out), (scale, name)) in groups.zip(scales.iter().zip(names)) {
-                        let table = tables[usize::from(*name)].get_or_insert_with(|| {
-                            Box::new(kernel::table(code, *scale, self.target))
-                        });
-                        kernel::look_up(table, codes, out);
-                    }
-                }
-                true
+            let places = places.map(Option::unwrap_or_default);
+            for (i, (codes, out)) in rows {
+                let names = &names[of.scales_of(i)];
+                let table = |group: usize| &tables[places[usize::from(names[group])]];
+                kernel::look_up(codes, of.groups, table, out, stores);
             }
-            _ => false,
+            return;
+        }
+        let mut known = 0..0;
+        for (i, (codes, out)) in rows {
+            let wanted = of.scales_of(i);
+            if wanted != known {
+                tables.clear();
+                tables.extend(scales[wanted.clone()].iter().copied().map(table));
+                known = wanted;
+            }
+            kernel::look_up(codes, of.groups, |group| &tables[group], out, stores);
         }
     }
 
@@ -438,17 +456,32 @@ fn spread(region: &Region) -> Region {
     Region { offsets: of(&region.offsets, 0), sizes: of(&region.sizes, 1) }
 }
 
-/// A rectangle with its parts in memory: its rows and columns, the bytes of a row of codes, and its
-/// groups of columns.
+/// A rectangle, and the scales of its rows.
 struct Rectangle {
+    /// Rows of a matrix.
     rows: usize,
-    columns: usize,
-    bytes: usize,
-    groups: usize,
+    first_row: u64,
+    /// Rows that share scales.
+    tall: u64,
+    /// Rows of scales of a matrix.
+    bands: usize,
+    /// Scales of a row.
+    in_row: usize,
+    groups: Groups,
 }
 
-/// Number of elements, or of scales, that makes tables worthwhile.
-const OFTEN: usize = 2048;
+impl Rectangle {
+    /// Returns the range of the scales of row `i`, counted through all matrices.
+    fn scales_of(&self, i: usize) -> Range<usize> {
+        let row = self.first_row + (i % self.rows) as u64;
+        let band = usize_of(row / self.tall - self.first_row / self.tall);
+        let first = (i / self.rows * self.bands + band) * self.in_row;
+        first..first + self.in_row
+    }
+}
+
+/// Uses of each element of a table that make tables worthwhile.
+const OFTEN: usize = 4;
 
 /// Converts the size of something in memory.
 fn usize_of(value: u64) -> usize {

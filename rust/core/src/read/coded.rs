@@ -1,8 +1,9 @@
 //! Reads of codes and scales: window by window, the stored parts are read to memory of the thread,
-//! and decoded from there.
+//! and decoded from there to the destination. Codes in a mapped file are decoded from the mapping.
 #![allow(unsafe_code)] // writes to given addresses
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use smallvec::SmallVec;
@@ -12,15 +13,18 @@ use super::plan::stored_strides;
 use super::sequential::{FileProbe, Sequential};
 use super::worker::in_destination_bytes;
 use super::{Catalog, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Verify, connect};
-use crate::copy::{Strided, copy_strided};
+use crate::copy::{Stores, Strided, copy_strided, fence};
 use crate::geometry::{Dims, row_major};
 use crate::quant::Coded;
 use crate::slabs::split;
 use crate::store::Destination;
 use crate::{Control, Error, Result, parallel};
 
-/// Bytes of a decoded window. Together with its codes it stays in the second-level cache.
-const WINDOW: u64 = 512 << 10;
+/// Bytes of a window that is decoded to its destination: large compared with the cost of a window.
+const WINDOW: u64 = 1 << 20;
+/// Bytes of a window that is decoded and then copied. Together with its codes it stays in the
+/// second-level cache.
+const COPIED_WINDOW: u64 = 512 << 10;
 /// Bytes of a decoded window, if reads wait for storage.
 const WAITING_WINDOW: u64 = 2 << 20;
 
@@ -117,10 +121,9 @@ pub unsafe fn read(
     let stored: Vec<ReadReq> =
         reqs.iter().map(|req| wanted(req)).collect::<Result<Vec<_>>>()?.concat();
     let probe = FileProbe::new(files, &stored, options, &*coded.of.index)?;
-    let window = probe.window();
     let mut windows = Vec::new();
     for (number, req) in reqs.iter().enumerate() {
-        split(&req.shape, req.itemsize, window, &mut |offsets, sizes| {
+        split(&req.shape, req.itemsize, probe.window(req), &mut |offsets, sizes| {
             windows.push((number, Dims::from_slice(offsets), Dims::from_slice(sizes)));
         });
     }
@@ -129,6 +132,7 @@ pub unsafe fn read(
         n => n,
     };
     // Each window needs about its own size again, for its codes and for the buffer of a read.
+    let window = reqs.iter().map(|req| probe.window(req)).max().unwrap_or(WINDOW);
     let most = usize::try_from(options.max_inflight_bytes / (2 * window)).unwrap_or(usize::MAX);
     let workers = probe.workers(threads).min(most.max(threads)).max(1);
     let connection = connect(files, threads)?;
@@ -168,7 +172,7 @@ unsafe fn fill(
     control: &Control,
 ) -> Result<()> {
     let mut windows = Vec::new();
-    split(&req.shape, req.itemsize, probe.window(), &mut |offsets, sizes| {
+    split(&req.shape, req.itemsize, probe.window(req), &mut |offsets, sizes| {
         windows.push((Dims::from_slice(offsets), Dims::from_slice(sizes)));
     });
     for (offsets, sizes) in &windows {
@@ -202,8 +206,23 @@ impl FileProbe {
     }
 
     /// Returns the bytes of a decoded window.
-    fn window(&self) -> u64 {
-        if self.waits() { WAITING_WINDOW } else { WINDOW }
+    fn window(&self, req: &ReadReq) -> u64 {
+        match has_rows(req) {
+            _ if self.waits() => WAITING_WINDOW,
+            true => WINDOW,
+            false => COPIED_WINDOW,
+        }
+    }
+
+    /// Returns the file and the range with the codes of a window, which are the first `length` bytes
+    /// of its parts. `None` unless they can be decoded from a mapping.
+    fn mapped_range(&self, requests: &[ReadReq], length: usize) -> Option<(u32, Range<u64>)> {
+        let req = requests.first()?;
+        let copy = Strided::new(req.itemsize, &req.shape, &req.src_strides, &req.dst_strides)?;
+        let is_run = copy.loops.is_empty() && copy.run == length as u64;
+        let is_final = req.digests.is_none() && req.signs.is_empty();
+        let start = req.chunk_offset + req.src_offset;
+        (is_run && is_final && self.maps(req.file)).then(|| (req.file, start..start + copy.run))
     }
 }
 
@@ -235,8 +254,27 @@ impl Sequential {
     }
 }
 
-/// Reads the stored parts of a rectangle of a request, decodes them, and copies the result to the
-/// destination.
+/// Returns whether the rows of a request are consecutive in its destination, so that they can be
+/// decoded to there.
+fn has_rows(req: &ReadReq) -> bool {
+    req.operation == Operation::Copy && req.dst_strides.last() == Some(&req.itemsize)
+}
+
+/// Returns the offset of each row of a rectangle, given the sizes and strides of all dimensions but
+/// the last.
+fn offsets_of_rows(sizes: &[u64], strides: &[u64]) -> impl Iterator<Item = u64> {
+    (0..sizes.iter().product()).map(move |mut row: u64| {
+        let mut offset = 0;
+        for (size, stride) in sizes.iter().zip(strides).rev() {
+            offset += row % size * stride;
+            row /= size;
+        }
+        offset
+    })
+}
+
+/// Reads the stored parts of a rectangle of a request, and decodes them to the destination, if need
+/// be by way of memory of the thread.
 ///
 /// # Safety
 /// That of [`read`](super::read).
@@ -252,52 +290,93 @@ unsafe fn fill_window(
     let Some(coded) = &req.coded else {
         return Ok(());
     };
+    let index = &*coded.of.index;
     let begin: Dims = coded.offsets.iter().zip(offsets).map(|(a, b)| a + b).collect();
     let Stored { mut requests, lengths } = coded.stored(&begin, sizes)?;
-    let stored: usize = lengths.iter().sum();
+    let mapped = probe.mapped_range(&requests, lengths[0]);
+    let skipped = if mapped.is_some() { lengths[0] } else { 0 };
+    requests.retain(|request| request.dst.0.addr() >= skipped);
+    let stored = lengths.iter().sum::<usize>() - skipped;
     let decoded = in_memory(sizes.iter().product::<u64>() * req.itemsize)?;
     let mut memory = std::mem::take(&mut reader.memory);
-    if memory.len() < stored + decoded {
-        memory.resize(stored + decoded, 0);
+    let room = stored + if has_rows(req) { 0 } else { decoded };
+    if memory.len() < room {
+        memory.resize(room, 0);
     }
     let base = memory.as_mut_ptr();
     for request in &mut requests {
-        request.dst = Destination(base.wrapping_add(request.dst.0.addr()));
+        request.dst = Destination(base.wrapping_add(request.dst.0.addr() - skipped));
     }
     let delivered = reader.stats().bytes_wanted;
     // SAFETY: the parts are consecutive in `memory`, and the chunks of a part do not overlap. Only
     // this thread uses the memory.
-    unsafe { reader.read_plain(files, &requests, probe, verify, &*coded.of.index, control)? };
-    reader.count_as(delivered, decoded as u64);
+    unsafe { reader.read_plain(files, &requests, probe, verify, index, control)? };
+    reader.count_as(delivered, decoded as u64, skipped as u64);
     control.add((decoded as u64).saturating_sub(stored as u64));
-    let (codes, out) = memory[..stored + decoded].split_at_mut(stored);
-    let mut rest = &*codes;
-    let parts: Vec<&[u8]> = (lengths.iter())
-        .map(|&length| {
-            let (part, after) = rest.split_at(length);
-            rest = after;
-            part
-        })
-        .collect();
-    coded.of.decode(&begin, sizes, &parts, out)?;
+    let (mut rest, out) = memory[..room].split_at_mut(stored);
+    let mut parts: Vec<&[u8]> = Vec::with_capacity(lengths.len());
+    if let Some((file, range)) = mapped {
+        parts.push(reader.mapped(files, file, range, probe, index, control)?);
+    }
+    for &length in &lengths[parts.len()..] {
+        let (part, after) = std::mem::take(&mut rest).split_at_mut(length);
+        parts.push(part);
+        rest = after;
+    }
+    // SAFETY: the caller guarantees it.
+    unsafe { decode(req, (&begin, offsets, sizes), &parts, out)? };
+    reader.memory = memory;
+    Ok(())
+}
+
+/// Decodes a rectangle of a request from its stored parts to the destination, by way of `buffer`
+/// unless it has rows there.
+///
+/// # Safety
+/// That of [`read`](super::read).
+unsafe fn decode(
+    req: &ReadReq,
+    (begin, offsets, sizes): (&Dims, &Dims, &Dims),
+    parts: &[&[u8]],
+    buffer: &mut [u8],
+) -> Result<()> {
+    let Some(coded) = &req.coded else {
+        return Ok(());
+    };
     let strides: Dims = row_major(sizes).iter().map(|stride| stride * req.itemsize).collect();
     let copy = stored_strides(req)
         .and_then(|dst| Strided::new(req.itemsize, sizes, &strides, &dst))
         .ok_or_else(|| Error::Plan("destination too large".into()))?;
     let to: u64 = offsets.iter().zip(&req.dst_strides).map(|(at, stride)| at * stride).sum();
+    let to = req.dst.0.wrapping_add(in_memory(to)?);
     let total = req.shape.iter().fold(req.itemsize, |n, &size| n.saturating_mul(size));
-    // SAFETY: `out` holds the rectangle in row-major order. It fits in the destination, which the
-    // caller guarantees.
+    let stores = stores(total);
+    let last = sizes.len() - 1;
+    let row = in_memory(sizes[last] * req.itemsize)?;
+    if has_rows(req) {
+        let rows = offsets_of_rows(&sizes[..last], &req.dst_strides[..last]).map(|offset| {
+            let at = usize::try_from(offset).expect("a strided copy fits in memory");
+            // SAFETY: the caller guarantees the rectangle, of which this is a row. No two rows
+            // share a byte, and nobody else uses them meanwhile.
+            unsafe { std::slice::from_raw_parts_mut(to.wrapping_add(at), row) }
+        });
+        let done = coded.of.decode(begin, sizes, parts, rows, stores);
+        fence();
+        return done;
+    }
+    coded.of.decode(begin, sizes, parts, buffer.chunks_exact_mut(row), Stores::Cached)?;
+    // SAFETY: `buffer` holds the rectangle in row-major order. It fits in the destination, which
+    // the caller guarantees.
     unsafe {
-        let to = req.dst.0.wrapping_add(in_memory(to)?);
         match req.operation {
-            Operation::Copy => copy_strided(to, out.as_ptr(), &copy.loops, copy.run, stores(total)),
+            Operation::Copy => {
+                copy_strided(to, buffer.as_ptr(), &copy.loops, copy.run, stores);
+            }
             Operation::Accumulate(sink) => {
-                sink.run(to, out.as_ptr(), &in_destination_bytes(req, &copy.loops), copy.run);
+                sink.run(to, buffer.as_ptr(), &in_destination_bytes(req, &copy.loops), copy.run);
             }
         }
     }
-    reader.memory = memory;
     Ok(())
 }
 

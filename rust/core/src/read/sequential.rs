@@ -143,9 +143,13 @@ impl Sequential {
         self.worker.mapped(&batch, file, range)
     }
 
-    /// Replaces the count of delivered bytes since `before` by `bytes`.
-    pub(super) fn count_as(&mut self, before: u64, bytes: u64) {
-        self.worker.stats.bytes_wanted = before + bytes;
+    /// Replaces the count of delivered bytes since `before` by `bytes`, and adds bytes that are read
+    /// from a mapping.
+    pub(super) fn count_as(&mut self, before: u64, bytes: u64, mapped: u64) {
+        let stats = &mut self.worker.stats;
+        stats.bytes_wanted = before + bytes;
+        stats.bytes_read += mapped;
+        stats.bytes_mapped += mapped;
     }
 
     /// Returns the counts of this thread so far.
