@@ -154,11 +154,80 @@ def test_node_that_lost_its_disk_gets_its_files_from_others(tmp_path, server, go
     ranks(4, save, base=base, steps=[1, 2], copies=1, upload_every=2, **at)
     shutil.rmtree(base / f"node{gone}")
     server.requests.clear()
-    for found, _wanted, from_node in ranks(4, resume, base=base, copies=1, **at):
+    for rank, (found, wanted, from_node) in enumerate(ranks(4, resume, base=base, copies=1, **at)):
         assert found == 2
-        assert from_node
+        assert wanted
+        assert bool(from_node) == (rank != gone)
     assert not got_data(server)
+    # Its tensors were filled by other ranks: nothing went over its disk.
     assert steps_at(base / f"node{gone}") == ["step-2"]
+    assert not data_files(base / f"node{gone}" / "step-2")
+
+
+def state_of_kinds(step, rows=7, dtype=torch.float32):
+    """Tensors of a rank that other ranks send in different ways."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    wide = torch.arange(64.0 * 4096).reshape(4096, 64).mul(step)
+    tied = torch.full((3_000,), 2.0 * step)
+    return {
+        "columns": distribute_tensor(wide.clone(), mesh, [Shard(1)], src_data_rank=None),
+        "lines": distribute_tensor(wide.clone(), mesh, [Shard(0)], src_data_rank=None),
+        "turned": torch.arange(6_000.0).mul(step).reshape(60, 100).T,
+        "cast": torch.full((40, 50), float(step)).to(dtype),
+        "tied": tied,
+        "tied again": tied,
+        "none": torch.zeros(0, 4),
+        "quantized": torch.quantize_per_tensor(torch.ones(50) * step, 0.5, 0, torch.qint8),
+        "numbers": list(range(20_000 * step)),
+        **{f"small {i}": torch.full((i,), float(step)) for i in range(rows)},
+    }
+
+
+def save_kinds(base, root):
+    with manager_of(base, root, copies=1, upload_every=9) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of_kinds(step))
+
+
+def load_kinds(base, root, per_node=1, **options):
+    state, want = state_of_kinds(3, dtype=torch.float64), state_of_kinds(2, dtype=torch.float64)
+    with manager_of(base, root, per_node, copies=1) as manager, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert manager.load(state, dtype_policy="cast", **options) == 2
+    for name, value in want.items():
+        got = state[name]
+        if name in ("columns", "lines"):
+            assert torch.equal(got.to_local(), value.to_local())
+        elif name == "numbers":
+            assert got == value
+        else:
+            assert torch.equal(got, value), name
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_other_ranks_send_every_kind_of_entry(tmp_path, size):
+    base, root = tmp_path / "nodes", tmp_path / "root"
+    ranks(4, save_kinds, base=base, root=root)
+    shutil.rmtree(base / ("node3" if size == 3 else "node2"))
+    if size == 2:  # with all of the files, and two ranks on each node
+        shutil.copytree(base / "node3", base / "node1", dirs_exist_ok=True)
+    per_node = 4 // size if size == 2 else 1
+    before = len(list(base.glob("*/step-2/*.safetensors")))
+    ranks(4 if size == 2 else size, load_kinds, base=base, root=root, per_node=per_node)
+    assert len(list(base.glob("*/step-2/*.safetensors"))) == before  # one attempt was enough
+
+
+@pytest.mark.parametrize("where", ["the root", "nowhere"])
+def test_damaged_copy_of_a_lost_file_comes_from_the_next_place(tmp_path, where):
+    """The rank that sends finds the damage, and no rank waits for it."""
+    base, root = tmp_path / "nodes", tmp_path / "root"
+    options = {"copies": 1, "upload_every": 1 if where == "the root" else 9}
+    ranks(3, save, base=base, root=root, steps=[1, 2], **options)
+    shutil.rmtree(base / "node0")
+    copied = [path for path in data_files(base / "node1" / "step-2") if "r00000" in path.name]
+    tear(copied[0], "flipped")
+    found = {got[0] for got in ranks(3, resume, base=base, root=root, verify=True, **options)}
+    assert found == {1 if where == "nowhere" else 2}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
@@ -763,4 +832,4 @@ def test_number_of_collectives(tmp_path, size, copies):
     for outcome in outcomes:
         first, second, load = outcome.value
         assert first == second == {"_all_gather": 4, "_gather": 4, "_scatter": 1, "_broadcast": 3}
-        assert load == {"_all_gather": 6, "_gather": 3, "_scatter": 1, "_broadcast": 2}
+        assert load == {"_all_gather": 6, "_gather": 4, "_scatter": 2, "_broadcast": 2}

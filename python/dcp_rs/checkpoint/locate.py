@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -204,19 +204,40 @@ def open_index(
     return views.apply(index)
 
 
-class Tiers(tuple[str, ...]):  # noqa: SLOT001  # it has an attribute
+@dataclass
+class Routes:
+    """The other ranks that read data files for a rank, and those that it reads for.
+
+    Attributes:
+        sources: the rank that reads each file, by its name.
+        askers: the ranks that this one reads for.
+        most: the largest number of askers of any rank.
+    """
+
+    sources: dict[str, int] = field(default_factory=dict)
+    askers: set[int] = field(default_factory=set)
+    most: int = 0
+
+
+#: Given the data files that each rank lacks, it chooses who reads them, on the coordinator.
+FindRoutes = Callable[[list[list[str]]], list[Routes]]
+
+
+class Tiers(tuple[str, ...]):  # noqa: SLOT001  # it has attributes
     """Folders that are asked for each data file first, and the indexes that were opened with them.
 
     Attributes:
         opened: these indexes.
+        find_routes: finds other ranks that have the files that no folder has; None if none does.
     """
 
     opened: list[_core.Index]
+    find_routes: FindRoutes | None
 
-    def __new__(cls, folders: Iterable[str] = ()) -> Self:
+    def __new__(cls, folders: Iterable[str] = (), find_routes: FindRoutes | None = None) -> Self:
         """Return the folders."""
         tiers = super().__new__(cls, folders)
-        tiers.opened = []
+        tiers.opened, tiers.find_routes = [], find_routes
         return tiers
 
     def lacking(self) -> set[str]:

@@ -139,12 +139,12 @@ class _Exchange:
         self._on_host = not is_accelerator(self.device)
         count = len(self._ranks)
         limit = options.inflight_bytes(accelerator=not self._on_host) // (2 * count)
-        pieces = list(_pieces(group.targets, max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, limit))))
-        self._rounds = [pieces[at : at + count] for at in range(0, len(pieces), count)]
+        found = list(pieces(group.targets, max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, limit))))
+        self._rounds = [found[at : at + count] for at in range(0, len(found), count)]
         #: Buffers for the pieces of a round and this rank's next piece, and the size of each.
         self.slots = count + 1
-        in_place = self._on_host and all(piece.memory() is not None for piece in pieces)
-        self.nbytes = 0 if in_place else max(piece.nbytes for piece in pieces)
+        in_place = self._on_host and all(piece.memory() is not None for piece in found)
+        self.nbytes = 0 if in_place else max(piece.nbytes for piece in found)
 
     def run(self, memory: _Memory) -> None:
         """Send and receive all pieces, round by round."""
@@ -167,7 +167,7 @@ class _Exchange:
         self._attempt(partial(self._fill, piece, buffer, memory.slab))
         return buffer
 
-    def _fill(self, piece: _Piece, buffer: torch.Tensor, slab: torch.Tensor | None) -> None:
+    def _fill(self, piece: Piece, buffer: torch.Tensor, slab: torch.Tensor | None) -> None:
         memory = buffer if slab is None else slab[: piece.nbytes]
         wanted = []
         for target, part, elements in piece.elements(memory):
@@ -177,7 +177,7 @@ class _Exchange:
             buffer.copy_(memory)  # it waits for the copy, so the slab is free again
 
     def _start(
-        self, pieces: Sequence[_Piece], mine: torch.Tensor | None, memory: _Memory
+        self, pieces: Sequence[Piece], mine: torch.Tensor | None, memory: _Memory
     ) -> tuple[list[torch.Tensor], list[Any]]:
         """Begin to send this rank's piece of a round, and to receive the other pieces."""
         buffers: list[torch.Tensor] = []
@@ -193,11 +193,11 @@ class _Exchange:
                 operations.append(dist.P2POp(dist.irecv, buffers[-1], source, self._group))
         return buffers, dist.batch_isend_irecv(operations)
 
-    def _buffer(self, piece: _Piece, slot: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, piece: Piece, slot: torch.Tensor) -> torch.Tensor:
         own = piece.memory() if self._on_host else None
         return slot[: piece.nbytes] if own is None else own
 
-    def _unpack(self, pieces: Sequence[_Piece], buffers: Sequence[torch.Tensor]) -> None:
+    def _unpack(self, pieces: Sequence[Piece], buffers: Sequence[torch.Tensor]) -> None:
         for piece, buffer in zip(pieces, buffers, strict=True):
             piece.unpack(buffer)
 
@@ -229,7 +229,7 @@ class _Memory:
 
 
 @dataclass(slots=True)
-class _Piece:
+class Piece:
     """Elements of targets that are sent as one message."""
 
     targets: Sequence[Target]
@@ -237,6 +237,7 @@ class _Piece:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the message."""
         last = self.parts[-1]
         return last.at + last.count * self.targets[last.number].dtype.itemsize
 
@@ -270,14 +271,14 @@ class _Piece:
                     narrow(target.tensor, offsets, values.shape).copy_(values)
 
 
-def _pieces(targets: Sequence[Target], limit: int) -> Iterator[_Piece]:
+def pieces(targets: Sequence[Target], limit: int) -> Iterator[Piece]:
     """Cut and pack targets into pieces of at most ``limit`` bytes, alike on all ranks."""
     rows = (
         (target.tensor.numel(), target.dtype.itemsize, _PAGE // target.dtype.itemsize)
         for target in targets
     )
     for parts in cut(rows, limit):
-        yield _Piece(targets, parts)
+        yield Piece(targets, parts)
 
 
 #: Node, digests and types of send devices of an offer.

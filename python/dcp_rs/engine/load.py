@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -16,7 +16,7 @@ from dcp_rs._progress import Counts, watching
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StrPath
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.locate import LoadSource
+from dcp_rs.checkpoint.locate import FindRoutes, LoadSource, Tiers
 from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.engine import cache_sharing, matching
 from dcp_rs.engine.broadcast_read import (
@@ -28,6 +28,7 @@ from dcp_rs.engine.broadcast_read import (
     read_shared,
 )
 from dcp_rs.engine.matching import EntryInfo, LoadOptions, Matching
+from dcp_rs.engine.peer_reads import PeerReads
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport, Mismatch, Phases
 from dcp_rs.errors import CheckpointReplacedError, PlanError
@@ -38,7 +39,7 @@ from dcp_rs.tensors.materialize import NewTensors
 from dcp_rs.tensors.memory import find_tied, is_opaque, on_meta
 from dcp_rs.tensors.regions import narrow
 from dcp_rs.tensors.shards import ShardCache, local_pieces
-from dcp_rs.transfer.load import Load, as_tensor, copy_value, read_values
+from dcp_rs.transfer.load import Load, as_tensor, copy_value, fill, read_values
 from dcp_rs.transfer.target import Target, stored_dtype
 
 T = TypeVar("T")
@@ -179,6 +180,11 @@ class Plan:
     clock: Phases
     values: dict[str, Any] = field(default_factory=dict)
     fills: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def value_chunks(self) -> list[int]:
+        """The chunks of the values, in their order."""
+        return [self.index.first_chunk(entry.index) for entry in self.reads.values.values()]
 
 
 def plan_rank(
@@ -494,7 +500,10 @@ def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None)
         options = source.read if is_of_all else source.read.alone()
         job = Load(plan.index, options, reads.batch, counts, common)
         try:
-            if is_of_all and source.replicas != "each" and ranks.size > 1:
+            find = source.tiers.find_routes if isinstance(source.tiers, Tiers) else None
+            if is_of_all and find is not None and ranks.size > 1:
+                passes = _read_with_peers(plan, job, counts, ranks, find)
+            elif is_of_all and source.replicas != "each" and ranks.size > 1:
                 passes = _read_together(plan, job, counts, ranks)
             else:
                 passes = _prepare(plan, job, counts)
@@ -514,7 +523,18 @@ def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None)
 
 
 def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
-    """Read the values, and arrange the reads of tensors. No tensor is written to.
+    """Read the values, arrange the reads of tensors, and look at ties. No tensor is written to.
+
+    Returns:
+        The number of passes that the reads take.
+    """
+    passes = _arrange(plan, job, counts, {})
+    _warn_of_ties(plan)
+    return passes
+
+
+def _arrange(plan: Plan, job: Load, counts: Counts, values: Mapping[int, bytes]) -> int:
+    """Read the values, but for those that other ranks read, and arrange the reads of tensors.
 
     Returns:
         The number of passes that the reads take.
@@ -523,19 +543,19 @@ def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
     if counts.watch is not None:
         counts.expected = reads.nbytes()
     if reads.values:
-        chunks = [index.first_chunk(entry.index) for entry in reads.values.values()]
-        stored = read_values(index, chunks, source.read, counts)
+        chunks = plan.value_chunks
+        own = [chunk for chunk in chunks if chunk not in values]
+        read = read_values(index, own, source.read, counts)
+        stored = {**values, **dict(zip(own, read, strict=True))}
         plan.values = {
-            fqn: pickles.load(fqn, data, weights_only=source.weights_only)
-            for fqn, data in zip(reads.values, stored, strict=True)
+            fqn: pickles.load(fqn, stored[chunk], weights_only=source.weights_only)
+            for fqn, chunk in zip(reads.values, chunks, strict=True)
         }
         if any(isinstance(reads.flat.values[fqn], torch.Tensor) for fqn in reads.values):
             _match_tensors(plan)
     if reads.targets:
         job.add(reads.targets)
-    passes = job.arrange()
-    _warn_of_ties(plan)
-    return passes
+    return job.arrange()
 
 
 def _match_tensors(plan: Plan) -> None:
@@ -628,6 +648,43 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
     sent = Counter(target.place for group in groups for target in group.targets)
     # A tensor of which the ranks share only a part is read whole by each of them.
     plan.reads.batch.leave_out([p for p, count in sent.items() if count == parts[p]])
+    return passes
+
+
+def _read_with_peers(
+    plan: Plan, job: Load, counts: Counts, ranks: RankGroup, find_routes: FindRoutes
+) -> int:
+    """Prepare on all ranks. Then other ranks read what is in files that this rank does not see.
+
+    Returns:
+        The number of passes that are left for this rank.
+    """
+    index, reads, options = plan.index, plan.reads, plan.request.source.read.alone()
+    routes = ranks.reduce_scatter(lambda: [] if index.is_view else index.lacking(), find_routes)
+    if not routes.most:
+        return _prepare(plan, job, counts)
+    peers = PeerReads(index, ranks, routes, options)
+    values = ranks.run(lambda: peers.values(plan.value_chunks))
+
+    def prepare() -> tuple[int, set[int], list[Target]]:
+        passes = _arrange(plan, job, counts, values)  # tied tensors may be out of sight
+        targets = reads.whole_targets(index) if routes.sources else []
+        may_be_sent = set(reads.batch.at_once())
+        may_be_sent -= {target.place for target in targets if is_opaque(target.tensor)}
+        parts = [
+            part
+            for target in targets
+            if target.place in may_be_sent
+            for part in ([target] if target.of_chunk else _stored_parts(index, target))
+        ]
+        sent = {part.place for part in parts if peers.source_of(part.index) is not None}
+        return passes, sent, [part for part in parts if part.place in sent]
+
+    passes, places, parts = ranks.run(prepare)
+    peers.fill(part for part in parts if peers.source_of(part.index) is not None)
+    counts.add(peers.counts)
+    fill(index, [part for part in parts if peers.source_of(part.index) is None], options, counts)
+    reads.batch.leave_out(sorted(places))
     return passes
 
 

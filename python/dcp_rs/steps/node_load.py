@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file
-from dcp_rs.checkpoint.locate import Tiers
+from dcp_rs.checkpoint.locate import Routes, Tiers
 from dcp_rs.errors import CheckpointNotFoundError
 from dcp_rs.steps import notes
 from dcp_rs.steps.exchange import Transfer, send_files
@@ -208,9 +208,14 @@ class NodeLoad:
         skipped = [each for each in self._unusable.values() if each.number != number]
         return Choice(number, skipped, **more)
 
-    def _plan(self, step: Step) -> _Plan | None:
-        """Return how to read a save; None if some of its files are nowhere."""
-        places = self._places(step)
+    def _plan(self, step: Step, *, to_owners: bool = False) -> _Plan | None:
+        """Return how to read a save; None if some of its files are nowhere.
+
+        Args:
+            step: the save.
+            to_owners: each node gets the data files that are its own.
+        """
+        places = self._places(step.number, step.save_id)
         having = next((nodes for (name, _), nodes in places.items() if name == INDEX_NAME), [])
         is_final = self._nodes.node in having
         index = self._store.index(step.number) if is_final else None
@@ -221,7 +226,7 @@ class NodeLoad:
                 at_root = self._root_store.lengths(step.number)
         if not having or lacking - at_root.items():
             return None
-        targets = {name: {self._layout.owner(name)} for name, _ in files}
+        targets = {name: {self._layout.owner(name)} if to_owners else set() for name, _ in files}
         for node, name in self._wanted:
             targets.get(name, set()).add(node)
         # Nodes without the index get it, and the files beside it, from the first node that has it.
@@ -242,13 +247,13 @@ class NodeLoad:
         found = sorted(held, key=lambda each: each.step.is_superseded)  # as one node knows
         return sorted({each.step.save_id: each for each in found}.values(), key=lambda e: e.age)
 
-    def _places(self, step: Step) -> dict[_File, list[int]]:
+    def _places(self, number: int | None, save_id: str | None) -> dict[_File, list[int]]:
         """Return the nodes that have each file of a save, undamaged."""
         found: dict[_File, list[int]] = {}
         for node, held in enumerate(self._held):
-            for each in (each for each in held if each.step.number == step.number):
+            for each in (each for each in held if each.step.number == number):
                 for name, nbytes in each.lengths.items():
-                    is_its = is_data_file(name) or each.step.save_id == step.save_id
+                    is_its = is_data_file(name) or each.step.save_id == save_id
                     if is_its and (node, name) not in self._damaged:
                         found.setdefault((name, nbytes), []).append(node)
         return found
@@ -275,10 +280,27 @@ class NodeLoad:
         """Return the path to load a step from, and options of the load."""
         assert choice.step is not None  # noqa: S101  # there is a step
         folder, root = self._store.folder(choice.step), self._root_store
-        self._tiers = Tiers([os.fspath(folder)])
         if choice.is_whole:
+            self._tiers = Tiers([os.fspath(folder)], partial(self._find_routes, choice))
             return folder, {"tiers": self._tiers}
+        self._tiers = Tiers([os.fspath(folder)])
         return root.folder(choice.step), {**root.access, "tiers": self._tiers}
+
+    def _find_routes(self, choice: Choice, lacking: list[list[str]]) -> list[Routes]:
+        """Choose the ranks that read the files that ranks lack. Ranks of a node take turns."""
+        places = {
+            name: nodes for (name, _), nodes in self._places(choice.step, choice.save_id).items()
+        }
+        routes = [Routes() for _ in lacking]
+        for rank, names in enumerate(lacking):
+            for turn, name in enumerate(names, rank):
+                others = [n for n in places.get(name, ()) if n != self._layout.node_of[rank]]
+                if others:
+                    able = self._layout.ranks[others[turn % len(others)]]
+                    source = routes[rank].sources[name] = able[turn % len(able)]
+                    routes[source].askers.add(rank)
+        most = max(len(each.askers) for each in routes)
+        return [replace(each, most=most) for each in routes]
 
     def repair(self, choice: Choice, why: str) -> bool:
         """Note what a failed load lacked. Every rank calls it.
@@ -320,7 +342,7 @@ class NodeLoad:
                 with suppress(OSError):
                     due = newer_than_root(due, self._root_store)
             while due:
-                if (found := self._plan(due[0])) is not None:
+                if (found := self._plan(due[0], to_owners=True)) is not None:
                     return found
                 due = due[1:]  # it cannot become whole
             return Choice(None, []), [], True
