@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 import dcp_rs
 from dcp_rs import CheckpointManager
@@ -215,6 +217,55 @@ def test_other_ranks_send_every_kind_of_entry(tmp_path, size):
     before = len(list(base.glob("*/step-2/*.safetensors")))
     ranks(4 if size == 2 else size, load_kinds, base=base, root=root, per_node=per_node)
     assert len(list(base.glob("*/step-2/*.safetensors"))) == before  # one attempt was enough
+
+
+def trained(step):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+    for _ in range(step):
+        model(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save_training(base, root):
+    with manager_of(base, root, copies=1, upload_every=9) as manager:
+        for step in (1, 2):
+            extra = {"step": step, "draws": dcp_rs.optim.RngState()}
+            manager.save(step, dcp_rs.optim.training_state(*trained(step), extra))
+
+
+def load_training(base, root):
+    extra = {"step": 0, "draws": dcp_rs.optim.RngState()}
+    found, wanted = trained(1), trained(2)
+    with manager_of(base, root, copies=1) as manager, warnings.catch_warnings(action="error"):
+        assert manager.load_training_state(*found, extra=extra) == 2
+    assert extra["step"] == 2
+    assert leaves(found) == leaves(wanted)
+
+
+def leaves(parts):
+    """The values of state dicts, in which those of tensors are lists."""
+    states = tree_leaves([part.state_dict() for part in parts])
+    local = (value.to_local() if isinstance(value, DTensor) else value for value in states)
+    return [value.tolist() if isinstance(value, torch.Tensor) else value for value in local]
+
+
+@pytest.mark.parametrize("lost", [None, "node2"])
+def test_training_state_is_sent_without_its_files(tmp_path, lost):
+    """No node has all files, and each rank needs the settings and the versions of modules."""
+    base, root = tmp_path / "nodes", tmp_path / "root"
+    ranks(4, save_training, base=base, root=root)
+    if lost is not None:
+        shutil.rmtree(base / lost)
+    before = [len(data_files(base / f"node{i}" / "step-2")) for i in range(4)]
+    assert before == [0 if f"node{i}" == lost else 2 for i in range(4)]
+    ranks(4, load_training, base=base, root=root)
+    assert [len(data_files(base / f"node{i}" / "step-2")) for i in range(4)] == before
 
 
 @pytest.mark.parametrize("where", ["the root", "nowhere"])

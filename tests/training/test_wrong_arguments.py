@@ -39,7 +39,7 @@ class Wrapper:
         (lambda m, o: ([m, 3], o), r"model is of type Linear, int: pass"),
         (lambda m, o: (m, Wrapper(o)), r"type Wrapper, which is not a torch.optim.Optimizer: pass"),
         (lambda m, o: (m, [o, m]), r"type Linear, which is not a torch.optim.Optimizer"),
-        (lambda m, o: (m, o.state_dict()), r"a state dict in place of an optimizer"),
+        (lambda m, o: (m, o.state_dict()), r"a state dict .*: pass the optimizer itself"),
         (lambda m, o: (m, o, [3]), r"extra is of type list: pass a dict"),
     ],
 )

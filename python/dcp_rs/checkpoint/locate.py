@@ -100,6 +100,11 @@ class LoadSource:
             **rest,
         )
 
+    @property
+    def find_routes(self) -> FindRoutes | None:
+        """Finds the ranks that read what this one does not see; None if it sees all."""
+        return self.tiers.find_routes if isinstance(self.tiers, Tiers) else None
+
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
         own = given(self)

@@ -16,7 +16,7 @@ from dcp_rs._progress import Counts, watching
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StrPath
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.locate import FindRoutes, LoadSource, Tiers
+from dcp_rs.checkpoint.locate import FindRoutes, LoadSource
 from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.engine import cache_sharing, matching
 from dcp_rs.engine.broadcast_read import (
@@ -122,11 +122,13 @@ class LoadRequest:
         state_dict: the state dict to fill.
         source: the checkpoint.
         options: which entries to load, and into which dtype and device.
+        is_part: another request loads the rest, so that nothing is said of what this one leaves.
     """
 
     state_dict: dict[str, Any]
     source: LoadSource
     options: LoadOptions = field(default_factory=LoadOptions)
+    is_part: bool = False
 
 
 # --- step 1: plan ---------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ def plan_rank(
         index, is_of_all = source.open(rank)
     clock.end("metadata")
     reads = plan_reads(state_dict, index, request.options)
-    if reads.values:
+    if reads.values and not request.is_part:
         names = [entry.name for entry in reads.values.values()]
         matching.warn_of_left_out_state(index, names, reads.stored)
     sample = None
@@ -500,7 +502,7 @@ def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None)
         options = source.read if is_of_all else source.read.alone()
         job = Load(plan.index, options, reads.batch, counts, common)
         try:
-            find = source.tiers.find_routes if isinstance(source.tiers, Tiers) else None
+            find = source.find_routes
             if is_of_all and find is not None and ranks.size > 1:
                 passes = _read_with_peers(plan, job, counts, ranks, find)
             elif is_of_all and source.replicas != "each" and ranks.size > 1:

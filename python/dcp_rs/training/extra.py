@@ -467,12 +467,17 @@ def split_extra_state(state: dict[str, Any], partial_load: PartialLoad) -> dict[
     return found
 
 
+def new_memory(entry: EntryInfo) -> torch.Tensor | None:
+    """Return a new tensor on the host for an entry; None for a value."""
+    return (
+        None if entry.dtype is None else torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    )
+
+
 def _memory(entry: EntryInfo, own: Any, *, as_saved: bool) -> torch.Tensor | None:
     """Return memory for an entry: the caller's own tensor, if it fits; None for a value."""
-    if entry.dtype is None:
-        return None
-    if not isinstance(own, torch.Tensor):
-        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    if entry.dtype is None or not isinstance(own, torch.Tensor):
+        return new_memory(entry)
     is_whole = type(own) in _torch.PLAIN_TYPES
     if not as_saved or (tuple(global_shape(own)) != entry.shape and not is_whole):
         return own  # if it is sharded and has another shape, the load raises

@@ -21,7 +21,7 @@ from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError
 from dcp_rs.options import Globs, Rename
-from dcp_rs.training.extra import EXTRA, PerRank, SavedExtra, split_extra_state
+from dcp_rs.training.extra import EXTRA, PerRank, SavedExtra, new_memory, split_extra_state
 from dcp_rs.training.load_optimizer import SavedOptimizers, saved_optimizers
 from dcp_rs.training.names import StoredNames, unwrapper
 from dcp_rs.training.optimizers import is_fsdp1, joined, model_state
@@ -77,6 +77,7 @@ class TrainingLoad:
         self._options = options
         self._names = LoadNames(None, options.include, options.exclude)
         self._parts = Parts(path, open_reader, options.names, extra or ())
+        self._may_be_sent = open_reader(path)._source.find_routes is not None
         self._puts: list[Callable[[Mapping[str, Any]], None]] = []
         #: Names that no template has: they were read before, or are entries of other ranks.
         self._known: list[str] = [VERSIONS]
@@ -91,6 +92,8 @@ class TrainingLoad:
 
     def run(self, ranks: RankGroup) -> None:
         """Load. Every rank calls it."""
+        if self._may_be_sent:
+            self._get_settings(ranks)
         # A step of its own: it reads, which may fail on one rank, and the next has collectives.
         saved = ranks.run(self._read_optimizers)
         owners = self._gather_owners(ranks)
@@ -102,6 +105,18 @@ class TrainingLoad:
         return PartialLoad(part, self._names, self._left, usual, name in self._options.partial)
 
     # --- templates
+
+    def _get_settings(self, ranks: RankGroup) -> None:
+        """Load the values that templates are made by, which other ranks may have to send."""
+
+        def request() -> engine.LoadRequest:
+            part = self._parts.optimizer(self._options.key)
+            names = part.entries.below(join(part.prefix, "param_groups"))
+            for name, entry in part.entries.find([*names, VERSIONS]).items():
+                self._parts.sent[name] = new_memory(entry)
+            return engine.LoadRequest(self._parts.sent, part.reader._source, is_part=True)
+
+        engine.load(ranks, request)
 
     def _read_optimizers(self) -> SavedOptimizers | None:
         if not self._optimizers:

@@ -153,8 +153,7 @@ def saved_optimizers(
     tree = entries.tree(path_of(base), may_be_flat=True)
     if tree.paths:
         leaves = [
-            (tree.positions[name], path, part.reader._read_value(name))
-            for name, path in tree.paths.items()
+            (tree.positions[name], path, part.read(name)) for name, path in tree.paths.items()
         ]
         groups = _groups(build_tree(leaves, tree.containers), base)
         if not any(map(partial_load.includes, tree.paths)):

@@ -40,6 +40,7 @@ class Part:
         reader, entries: the checkpoint.
         template: what is loaded from that checkpoint, of other entries too.
         prefix, path: the key of the entry in it, and its path.
+        sent: values that other ranks sent, by their names.
     """
 
     reader: RsReader
@@ -47,6 +48,11 @@ class Part:
     template: dict[str, Any]
     prefix: str
     path: tuple[str, ...]
+    sent: Mapping[str, Any]
+
+    def read(self, name: str) -> Any:
+        """Return a value of the checkpoint."""
+        return self.sent[name] if name in self.sent else self.reader._read_value(name)
 
     def is_there(self) -> bool:
         """Return whether the checkpoint has the entry."""
@@ -61,6 +67,9 @@ class Parts:
         open_reader: opens a checkpoint.
         names: the keys of entries, by ``"model"``, ``"optimizer"`` or the name of an extra entry.
         extra: the names of the extra entries.
+
+    Attributes:
+        sent: values at the path that other ranks sent, by their names.
 
     Raises:
         TypeError: ``names`` has another name.
@@ -78,6 +87,7 @@ class Parts:
             msg = f"names= has {unknown[0]!r}: its keys are 'model', 'optimizer' and names of extra"
             raise TypeError(msg)
         self._path, self._open, self._names = path, open_reader, names
+        self.sent: dict[str, Any] = {}
         self._opened: dict[Any, tuple[RsReader, SavedEntries, dict[str, Any]]] = {}
         self._folder: Path | None = None
         if not names and "://" not in str(path):
@@ -160,4 +170,6 @@ class Parts:
             index = index_of(reader.read_metadata())
             assert index is not None  # noqa: S101  # an RsReader read it
             self._opened[path] = reader, SavedEntries(index), {}
-        return Part(*self._opened[path], prefix, path_of(prefix) if parts is None else parts)
+        sent = self.sent if path == self._path else {}
+        path_of_entry = path_of(prefix) if parts is None else parts
+        return Part(*self._opened[path], prefix, path_of_entry, sent)

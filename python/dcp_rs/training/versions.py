@@ -31,7 +31,7 @@ def saved_versions(part: Part, names: Iterable[tuple[str, str]]) -> Versions | N
         names: the stored name of each entry of the model, and the name that it has now.
     """
     if VERSIONS in part.entries:
-        saved = dict(part.reader._read_value(VERSIONS))
+        saved = dict(part.read(VERSIONS))
         return lambda name: saved.get(name, _FIRST)
     if part.reader.source != "torch":
         return None
