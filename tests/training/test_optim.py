@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -700,3 +701,19 @@ def test_many_optimizers_look_names_up_once(ckpt, monkeypatch):
             run(ckpt, model, optimizers)
             numbers.append(len(calls))
     assert numbers[:2] == numbers[2:]
+
+
+def test_load_makes_no_metadata_of_chunks(ckpt, monkeypatch):
+    """A load learned dtypes and shapes from torch's metadata, an object for each chunk."""
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    save_training_state(ckpt, model, optimizer)
+
+    def refuse(*_, **__):
+        raise AssertionError("torch's metadata of a chunk was made")
+
+    monkeypatch.setattr(ChunkStorageMetadata, "__init__", refuse)
+    with pytest.raises(AssertionError):
+        RsReader(ckpt).read_metadata().state_dict_metadata["model.0.weight"].chunks[0]
+    load_training_state(ckpt, model, optimizer)
