@@ -1,4 +1,4 @@
-"""What it costs to look: reports and logs of a load, statistics beside a plain read."""
+"""Measures what it costs to look: reports and logs of a load, statistics beside a plain read."""
 
 import logging
 import os

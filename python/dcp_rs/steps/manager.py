@@ -64,7 +64,7 @@ from dcp_rs.steps.step_store import SkippedStep, Step
 
 @dataclass(frozen=True)
 class _Past:
-    """What a manager did: the run that it began, the step that it loaded, and the last step."""
+    """The past of a manager: the run that it began, the step that it loaded, and the last step."""
 
     run: str | None = None
     since: float = 0.0
