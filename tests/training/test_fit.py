@@ -19,8 +19,9 @@ from dcp_rs.optim import (
     load_training_state,
     save_training_state,
 )
-from dcp_rs.training.load_optimizer import saved_optimizers
+from dcp_rs.training.load_optimizer import OptimizerLoad
 from dcp_rs.training.partial_load import PartialLoad
+from dcp_rs.training.saved_optimizers import saved_optimizers
 from dcp_rs.training.sources import Parts
 from support import assert_state_equal, run_ranks
 from support.training import quiet
@@ -284,8 +285,7 @@ def test_counters_lie_where_the_saved_settings_have_them(ckpt):
     part = Parts(ckpt, RsReader, {}, ()).optimizer()
     names = LoadNames(None, None, None)
     left = PartialLoad(part, names, LoadReport(), "optim", False)
-    saved = saved_optimizers(left)
-    template = saved.template([model], [resumed])
+    template = OptimizerLoad(saved_optimizers(left), left).template([model], [resumed])
     assert {memory.device.type for memory in template.values()} == {"cpu"}
     load_optim_state_dict(ckpt, model, resumed)
     assert_state_equal(resumed.state_dict(), optimizer.state_dict())

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import dcp_rs
 from dcp_rs.errors import CheckpointReplacedError
 from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
-from dcp_rs.training.load_optimizer import SavedOptimizers
+from dcp_rs.training.load_optimizer import OptimizerLoad
 from support import run_ranks
 
 ALWAYS = 1000
@@ -45,8 +45,8 @@ def seen(model, optimizer, extra):
 
 
 def overtaking(path, times, numbers):
-    """``SavedOptimizers.template``, the last that a load does before it loads; then save after save is committed."""
-    template = SavedOptimizers.template
+    """``OptimizerLoad.template``, the last that a load does before it loads; then save after save is committed."""
+    template = OptimizerLoad.template
 
     def overtaken(saved, *args, **options):
         made = template(saved, *args, **options)
@@ -65,7 +65,7 @@ def overtaken_by(ckpt, monkeypatch):
     def begin(times):
         save(ckpt, 1)
         numbers = []
-        monkeypatch.setattr(SavedOptimizers, "template", overtaking(ckpt, times, numbers))
+        monkeypatch.setattr(OptimizerLoad, "template", overtaking(ckpt, times, numbers))
         return numbers
 
     return begin
@@ -99,14 +99,14 @@ def test_where_it_never_ends_nothing_is_changed(ckpt, overtaken_by):
 
 
 def load_on_ranks(path):
-    template = SavedOptimizers.template
-    SavedOptimizers.template = overtaking(path, 2 if dist.get_rank() == 0 else 0, [])
+    template = OptimizerLoad.template
+    OptimizerLoad.template = overtaking(path, 2 if dist.get_rank() == 0 else 0, [])
     try:
         model, optimizer = made(9.0, 0.9)
         extra = {"step": 9}
         load_training_state(path, model, optimizer, extra)
     finally:
-        SavedOptimizers.template = template
+        OptimizerLoad.template = template
     return seen(model, optimizer, extra)
 
 
@@ -120,7 +120,7 @@ def test_views_of_an_iterator_count_for_the_save_that_came_meanwhile(ckpt, monke
     model, optimizer = made(0.0, 0.1)
     model.weight.data = torch.arange(9.0).view(3, 3)
     save_training_state(ckpt, model, optimizer, no_dist=True, fsync=False)
-    template = SavedOptimizers.template
+    template = OptimizerLoad.template
 
     def overtaken(saved, *args, **options):
         monkeypatch.undo()
@@ -128,9 +128,9 @@ def test_views_of_an_iterator_count_for_the_save_that_came_meanwhile(ckpt, monke
         save_training_state(ckpt, model, optimizer, no_dist=True, fsync=False)
         return made
 
-    monkeypatch.setattr(SavedOptimizers, "template", overtaken)
+    monkeypatch.setattr(OptimizerLoad, "template", overtaken)
     loaded, its_optimizer = made(9.0, 0.1)
     views = iter([dcp_rs.Transpose("model.weight", (1, 0))])
     load_training_state(ckpt, loaded, its_optimizer, views=views)
-    assert SavedOptimizers.template is template
+    assert OptimizerLoad.template is template
     assert torch.equal(loaded.weight, model.weight.T)

@@ -22,10 +22,11 @@ from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError
 from dcp_rs.options import Globs, Rename
 from dcp_rs.training.extra import EXTRA, PerRank, SavedExtra, new_memory, split_extra_state
-from dcp_rs.training.load_optimizer import SavedOptimizers, saved_optimizers
+from dcp_rs.training.load_optimizer import OptimizerLoad
 from dcp_rs.training.names import StoredNames, unwrapper
 from dcp_rs.training.optimizers import is_fsdp1, joined, model_state
 from dcp_rs.training.partial_load import PartialLoad
+from dcp_rs.training.saved_optimizers import saved_optimizers
 from dcp_rs.training.saved_tree import join
 from dcp_rs.training.settings import KeepSettings
 from dcp_rs.training.sources import MODEL, OPTIM, Part, Parts
@@ -95,9 +96,9 @@ class TrainingLoad:
         if self._may_be_sent:
             self._get_settings(ranks)
         # A step of its own: it reads, which may fail on one rank, and the next has collectives.
-        saved = ranks.run(self._read_optimizers)
+        of_optimizers = ranks.run(self._read_optimizers)
         owners = self._gather_owners(ranks)
-        ranks.run(lambda: self._begin(saved, owners))
+        ranks.run(lambda: self._begin(of_optimizers, owners))
         self._read(ranks)
         ranks.run(self._end)
 
@@ -118,20 +119,18 @@ class TrainingLoad:
 
         engine.load(ranks, request)
 
-    def _read_optimizers(self) -> SavedOptimizers | None:
+    def _read_optimizers(self) -> OptimizerLoad | None:
         if not self._optimizers:
             return None
-        part = self._parts.optimizer(self._options.key)
+        part, is_alone = self._parts.optimizer(self._options.key), self._extra is None
         self._known.append(join(part.prefix, "param_groups"))
-        saved = saved_optimizers(
-            self._partial(part, "optimizer", OPTIM),
-            keep=self._options.keep_settings,
-            needed=self._extra is None,
-            rename=self._options.rename,
-        )
-        if saved is not None:
-            self._puts.append(saved.put)
-        return saved
+        left = self._partial(part, "optimizer", OPTIM)
+        saved = saved_optimizers(left, needed=is_alone, rename=self._options.rename)
+        if saved is None:
+            return None
+        load = OptimizerLoad(saved, left, self._options.keep_settings, is_alone=is_alone)
+        self._puts.append(load.put)
+        return load
 
     def _gather_owners(self, ranks: RankGroup) -> dict[str, dict[str, Any]]:
         """Return the keys of the values of all ranks, by the names of their entries."""
@@ -149,11 +148,12 @@ class TrainingLoad:
         return owners
 
     def _begin(
-        self, saved: SavedOptimizers | None, owners: Mapping[str, Mapping[str, Any]]
+        self, of_optimizers: OptimizerLoad | None, owners: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Make the templates. Nothing of the caller's changes."""
-        if saved is not None:
-            saved.part.template |= saved.template(self._models, self._optimizers)
+        if of_optimizers is not None:
+            template = of_optimizers.template(self._models, self._optimizers)
+            of_optimizers.part.template |= template
         if self._extra is None:
             return
         self._begin_models()
@@ -161,8 +161,8 @@ class TrainingLoad:
             part = self._parts.entry(name)
             left = self._partial(part, "extra", f"{EXTRA}.{name}")
             places = None
-            if saved is not None and isinstance(value, LRScheduler):
-                places = saved.places(value.optimizer)
+            if of_optimizers is not None and isinstance(value, LRScheduler):
+                places = of_optimizers.places(value.optimizer)
             entry = SavedExtra(self._extra, name, owners.get(name, {}), left, places)
             part.template |= entry.template
             self._puts.append(entry.put)
