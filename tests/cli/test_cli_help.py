@@ -98,8 +98,7 @@ def test_a_metric_that_no_step_has_prunes_nothing(dcp_rs_cli, tmp_path):
     assert len(list(tmp_path.glob("step-*"))) == 3
 
 
-def test_an_entry_of_one_chunk_has_no_map(dcp_rs_cli, tmp_path):
-    """A box full of zeros was drawn."""
+def test_an_entry_of_one_chunk_has_no_list_of_chunks(dcp_rs_cli, tmp_path):
     dcp_rs.save({"w": torch.ones(8, 8)}, tmp_path, no_dist=True)
     lines = dcp_rs_cli("inspect", tmp_path, "w")[1].splitlines()
     (file,) = tmp_path.glob("*.safetensors")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_rs
-from support.both import save_rs, save_stock
+from support.both import save_in_two_chunks, save_rs, save_stock
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,17 @@ def test_folder_of_checkpoints_is_listed(tmp_path: Path, dcp_rs_cli):
     assert lines[4] == "3 checkpoints"
     found = json.loads(dcp_rs_cli("ls", tmp_path, "--json")[1])["checkpoints"]
     assert [one.get("format") for one in found] == ["dcp-rs", None, "dcp"]
+
+
+def test_chunks_of_a_tensor_are_listed_with_their_files(tmp_path: Path, dcp_rs_cli):
+    save_in_two_chunks("w", tmp_path / "ckpt")
+    status, out, _ = dcp_rs_cli("inspect", tmp_path / "ckpt", "w")
+    assert status == 0
+    for row, chunk in zip(
+        out.splitlines()[-2:], dcp_rs.open(tmp_path / "ckpt").chunks("w"), strict=True
+    ):
+        assert f"{list(chunk.offsets)}  {list(chunk.sizes)}" in row
+        assert row.endswith(f"{chunk.offset:,}  {chunk.file}")
 
 
 def test_numbers_of_parameters_are_numbers(tmp_path: Path, dcp_rs_cli):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dcp_rs.cli import output
-from support.both import save_in_two_chunks, save_rs
+from support.both import save_rs
 from support.commands import COMMAND, in_a_process
 from support.terminal import shown_on_a_terminal
 
@@ -48,8 +48,6 @@ def test_a_terminal_gets_colours_and_names_no_commands(world: Path, tmp_path: Pa
         assert "\x07" not in shown
         assert r"evil\x1b[31mred\x07" in shown or path != tmp_path / "ckpt"
         assert "\x1b[31mred" not in on_a_terminal("inspect", path, name)
-    save_in_two_chunks("w", tmp_path / "two")
-    assert "┌" in on_a_terminal("inspect", tmp_path / "two", "w")
 
 
 def on_a_terminal(*arguments: Any) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dcp_rs._progress import watching
 from dcp_rs.checkpoint.names import natural
-from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.output import count, for_command_line, line, print_json, size
@@ -48,19 +47,7 @@ _SOME, _WIDTH = 10, 60
 @options.threads
 @options.storage
 @options.json
-def _diff(
-    a: Path,
-    b: Path,
-    include: list[str] | None,
-    exclude: list[str] | None,
-    rename: dict[str, str] | None,
-    show_all: bool,
-    tolerance: float,
-    views: Views,
-    allow_external: bool,
-    threads: int | None,
-    as_json: bool,
-) -> int:
+def _diff(a: Path, b: Path, show_all: bool, as_json: bool, **given: Any) -> int:
     """Compare two checkpoints: names, shapes, dtypes and every element. Exit code 1: they differ.
 
     A and B are two checkpoints of any kinds, torch.save files and URLs included. How they are
@@ -69,18 +56,7 @@ def _diff(
     from dcp_rs.checkpoint.compare import compare
 
     with watching(True, "comparing") as progress:
-        found = compare(
-            a,
-            b,
-            include=include,
-            exclude=exclude,
-            rename=rename,
-            tolerance=tolerance,
-            threads=threads,
-            allow_external=allow_external,
-            views=views,
-            progress=progress,
-        )
+        found = compare(a, b, progress=progress, **given)
     differences = found.differences
     status = 1 if differences else 0
     if as_json:

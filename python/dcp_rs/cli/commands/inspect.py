@@ -13,8 +13,7 @@ from dcp_rs.checkpoint.clean import seen_beside
 from dcp_rs.checkpoint.entries import TensorInfo
 from dcp_rs.checkpoint.folders import local_path
 from dcp_rs.checkpoint.metadata import merged_from
-from dcp_rs.checkpoint.views import Views
-from dcp_rs.cli import cutmap, options
+from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.commands.clean import mention
 from dcp_rs.cli.commands.runs import list_if_run
@@ -59,22 +58,20 @@ def _inspect(
     name: str | None,
     html: Path | None,
     show_all: bool,
-    views: Views,
-    rank: int | None,
-    allow_external: bool,
     as_json: bool,
+    **how: Any,
 ) -> None:
     """Show how a checkpoint is stored: files, dtypes, largest entries.
 
-    With NAME, show how that entry is sharded: its chunks, and a map of the files that hold them.
+    With NAME, show how that entry is sharded: its chunks, and the files that hold them.
     """
     if name is not None and html is not None:
         raise click.UsageError("--html shows the whole checkpoint: leave NAME out")
     if name is None and html is None:
         if list_if_run(path, as_json=as_json):
             return
-        allow_external = False  # an overview opens no data file
-    contents = Contents(path, rank=rank, allow_external=allow_external, views=views)
+        how["allow_external"] = False  # an overview opens no data file
+    contents = Contents(path, **how)
     if html is not None:
         from dcp_rs.cli import page
 
@@ -218,27 +215,19 @@ def _show_entry(contents: Contents, name: str, *, show_all: bool, as_json: bool)
 
 
 def _show_chunks(contents: Contents, entry: TensorInfo, *, show_all: bool) -> None:
-    """Draw a map of the files that hold a tensor, and list its chunks."""
-    chunks = contents.stored_chunks(entry)
+    """List the chunks of a tensor."""
     line()
-    if entry.nbytes:
-        pieces = [(chunk.file, chunk.offsets, chunk.sizes) for chunk in chunks]
-        for text in cutmap.draw(entry.shape, pieces):
-            line(f"  {text}")
-        line()
-    symbols = cutmap.symbols_of([chunk.file for chunk in chunks])
     _table(
-        ["<", "<from", "<elements", ">size", ">at byte", "<file"],
+        ["<from", "<elements", ">size", ">at byte", "<file"],
         [
             [
-                symbols[chunk.file],
                 show_shape(chunk.offsets),
                 show_shape(chunk.sizes),
                 size(chunk.length),
                 f"{chunk.offset:,}",
                 contents.files[chunk.file][0],
             ]
-            for chunk in chunks
+            for chunk in contents.stored_chunks(entry)
         ],
         None if show_all else 2 * _SOME,
         "chunk",

@@ -10,7 +10,6 @@ import click
 
 from dcp_rs._url import Url
 from dcp_rs.checkpoint.locate import checkpoints_in
-from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.commands.runs import list_if_run
@@ -38,9 +37,8 @@ def _ls(
     chosen: Callable[[str], bool],
     sort: str,
     values: bool,
-    views: Views,
-    rank: int | None,
     as_json: bool,
+    **how: Any,
 ) -> None:
     """List the entries of a checkpoint with dtype, shape, chunks and size.
 
@@ -49,7 +47,7 @@ def _ls(
     if list_if_run(path, as_json=as_json):
         return
     try:
-        contents = Contents(path, chosen, rank=rank, views=views)
+        contents = Contents(path, chosen, **how)
     except CheckpointNotFoundError:
         if isinstance(path, Url) or not (inner := checkpoints_in(path)):
             raise

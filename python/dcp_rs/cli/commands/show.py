@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 
-from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.contents import Contents
@@ -52,16 +52,14 @@ def _show(
     path: Path,
     name: str,
     part: tuple[int | slice, ...] | None,
-    views: Views,
-    rank: int | None,
-    allow_external: bool,
     as_json: bool,
+    **how: Any,
 ) -> None:
     """Print the elements of a tensor, or a value.
 
     Of a large tensor, the elements at its edges are printed. --json prints all of them.
     """
-    contents = Contents(path, rank=rank, allow_external=allow_external, views=views)
+    contents = Contents(path, **how)
     entry = contents.entry(name)
     if entry.dtype is None:
         if part is not None:

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dcp_rs._progress import watching
 from dcp_rs.checkpoint.names import every, natural
-from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.contents import Contents
@@ -54,11 +53,9 @@ def _stats(
     chosen: Callable[[str], bool],
     sort: str,
     fail_on_nan: bool,
-    views: Views,
-    rank: int | None,
-    allow_external: bool,
     threads: int | None,
     as_json: bool,
+    **how: Any,
 ) -> int:
     """Read tensors and show statistics of their elements.
 
@@ -67,7 +64,7 @@ def _stats(
     from dcp_rs.checkpoint.source import IndexSource
     from dcp_rs.checkpoint.stats import stats
 
-    contents = Contents(path, chosen, rank=rank, allow_external=allow_external, views=views)
+    contents = Contents(path, chosen, **how)
     source = IndexSource(contents.index, ReadOptions(threads=threads), chosen)
     items = [item for item in source.items if item.dtype is not None]
     if chosen is not every and not items:

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from dcp_rs.checkpoint.entries import TensorInfo
-from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.contents import SORTS, Contents
@@ -84,12 +83,11 @@ def _tree(
     chosen: Callable[[str], bool],
     depth: int,
     sort: str,
-    views: Views,
-    rank: int | None,
     as_json: bool,
+    **how: Any,
 ) -> None:
     """Show the size of each module."""
-    contents = Contents(path, chosen, rank=rank, views=views)
+    contents = Contents(path, chosen, **how)
     root = Module("")
     for entry in contents.entries:
         root.add(entry.name.split("."), entry)
