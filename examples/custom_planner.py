@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner
+from dcp_rs import RsLoadPlanner, RsReader
 
 
 class MergeAdapters(RsLoadPlanner):
@@ -49,7 +49,7 @@ def main(folder: str) -> dict[str, torch.Tensor]:
     dcp_rs.save({"fc.weight.up": up, "fc.weight.down": down}, adapters)
 
     state = {"fc.weight": torch.empty(6, 8), "fc.bias": torch.empty(6)}
-    dcp_rs.load(state, base, planner=MergeAdapters(adapters, scale=0.5))
+    dcp_rs.load_state_dict(state, RsReader(base), planner=MergeAdapters(adapters, scale=0.5))
     torch.testing.assert_close(state["fc.weight"], weight + 0.5 * (up @ down))
     assert torch.equal(state["fc.bias"], bias)
     return state

@@ -29,8 +29,8 @@ def main(folder: str) -> nn.Module:
         model = build()
     state = model.state_dict()
     # The names in the checkpoint are "model.<name>". Its optimizer state is not read.
-    planner = RsLoadPlanner(dtype=torch.bfloat16, device="cpu", assign=True, rename={"model": ""})
-    dcp_rs.load(state, path, planner=planner)
+    rename = {"model": ""}
+    dcp_rs.load(state, path, dtype=torch.bfloat16, device="cpu", assign=True, rename=rename)
     model.load_state_dict(state, assign=True)
     model.eval()
 
@@ -39,6 +39,7 @@ def main(folder: str) -> nn.Module:
         assert torch.equal(value, trained.state_dict()[name].bfloat16())
 
     # Tensors one by one, each onto its own device and with its own dtype.
+    planner = RsLoadPlanner(checkpoint=path, rename=rename)
     head = planner.resolve_tensor("3.weight", device="cpu", dtype=torch.float32)
     assert torch.equal(head, trained.state_dict()["3.weight"])
     return model

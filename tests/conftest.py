@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from support.object_server import ObjectServer
     from support.simulated import Simulated
+    from support.threads import HeldSaves
 
 # No deadline: the machine may be busy. Derandomized: a red run is red again; `thorough` explores.
 settings.register_profile(
@@ -177,6 +178,15 @@ def accelerator(request: pytest.FixtureRequest) -> torch.device:
 def ckpt(tmp_path: Path) -> Path:
     """A folder for a checkpoint, not there yet."""
     return tmp_path / "ckpt"
+
+
+@pytest.fixture
+def held_saves() -> Iterator[HeldSaves]:
+    """Saves in the background that wait until the test lets them go."""
+    from support.threads import saves_held_up
+
+    with saves_held_up() as held:
+        yield held
 
 
 @pytest.fixture

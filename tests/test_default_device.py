@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.utils._device import _device_constructors
 
 import dcp_rs
-from dcp_rs import CheckpointManager, RsLoadPlanner, RsReader, RsWriter
+from dcp_rs import CheckpointManager, RsReader, RsWriter
 from dcp_rs.optim import load_training_state, save_training_state
 from support import assert_state_equal, run_ranks
 
@@ -77,8 +77,8 @@ def save_and_load(folder: Path, on_meta: Callable[[], AbstractContextManager[Any
     with on_meta():
         dcp_rs.save(dict(want), folder / "saved", no_dist=True)
         dcp_rs.load(loaded, folder / "saved", no_dist=True)
-        planner = RsLoadPlanner(dtype=torch.float64, assign=True)
-        dcp_rs.load(wider, folder / "saved", planner=planner, no_dist=True)
+        wanted = {"dtype": torch.float64, "assign": True}
+        dcp_rs.load(wider, folder / "saved", no_dist=True, **wanted)
         dcp.save(dict(want), storage_writer=RsWriter(folder / "by torch"), no_dist=True)
         reader = RsReader(folder / "by torch")
         dcp.load(by_torch, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)

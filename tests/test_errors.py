@@ -6,20 +6,22 @@ import pickle
 import re
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import dcp_rs
-from dcp_rs import CheckpointManager, RsSavePlanner, _core, errors
+from dcp_rs import CheckpointManager, RsSavePlanner, RsWriter, _core, errors
 from support import rank_outcomes
 from support.both import save_rs
-from support.faults import Slow
+from support.failures import without_torchs_collection
 from support.object_server import Fault, object_server
 from support.places import ROOT
-from support.threads import copies_held_up
+from support.threads import copies_held_up, saves_held_up
 
 DOCS = ROOT / "docs" / "errors.md"
 CLASSES = [
@@ -92,13 +94,13 @@ def go_on_after_another(path):
 
 
 def in_progress(path):
-    planner = Slow()
-    first = dcp_rs.async_save({"w": torch.ones(1)}, path, planner=planner, no_dist=True)
-    try:
-        dcp_rs.async_save({"w": torch.ones(1)}, path, no_dist=True)
-    finally:
-        planner.go.set()
-        first.result(60)
+    with saves_held_up() as held:
+        first = dcp_rs.async_save({"w": torch.ones(1)}, path, no_dist=True)
+        try:
+            dcp_rs.async_save({"w": torch.ones(1)}, path, no_dist=True)
+        finally:
+            held.go.set()
+            first.result(60)
 
 
 def change_what_is_copied(path):
@@ -315,9 +317,9 @@ def test_a_plan_error_of_the_core_says_where(ckpt, call, tensor):
     assert torch.equal(memory, torch.zeros(16))
 
 
-class OnItems(RsSavePlanner):
-    def lookup_object(self, index):
-        return super().lookup_object(index)
+def save_by_our_planner(state, path):
+    with without_torchs_collection():
+        dcp.save(state, storage_writer=RsWriter(path), planner=RsSavePlanner(), no_dist=True)
 
 
 @pytest.mark.parametrize(
@@ -325,14 +327,12 @@ class OnItems(RsSavePlanner):
     [lambda: 0, threading.Lock(), {"deep": [threading.Lock()]}],
     ids=["function", "lock", "deep"],
 )
-@pytest.mark.parametrize("planner", [None, OnItems()])
-def test_a_value_that_does_not_pickle_is_named(ckpt, value, planner):
+@pytest.mark.parametrize("save", [partial(dcp_rs.save, no_dist=True), save_by_our_planner])
+def test_a_value_that_does_not_pickle_is_named(ckpt, value, save):
     with pytest.raises(
         errors.UnsupportedError, match=r"value 'trainer\.thing.*' \(.*\) cannot be pickled: "
     ) as raised:
-        dcp_rs.save(
-            {"w": torch.ones(1), "trainer": {"thing": value}}, ckpt, no_dist=True, planner=planner
-        )
+        save({"w": torch.ones(1), "trainer": {"thing": value}}, ckpt)
     assert raised.value.tensor.startswith("trainer.thing")
     assert list(ckpt.iterdir()) == []
 

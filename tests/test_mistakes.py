@@ -104,7 +104,7 @@ MISTAKES: list[Mistake] = [
     ("two prefixes", lambda w: load(prefixed("module._orig_mod."), w / "bare"), PlanError, "pass rename={'': 'module._orig_mod'}"),
     ("no prefix", lambda w: load(prefixed(""), w / "model"), PlanError, "its names begin with 'model.': pass rename={'model': ''}"),
     ("DDP's for the model's", lambda w: load(prefixed("model."), w / "ddp"), PlanError, "pass rename={'module': 'model'}"),
-    ("a rename the wrong way", lambda w: load({"epoch": 0}, w / "named", planner=RsLoadPlanner(rename={"epoch": "epocs"})), PlanError, "rename= gives this name to no entry; did you mean 'epocs'?"),
+    ("a rename the wrong way", lambda w: load({"epoch": 0}, w / "named", rename={"epoch": "epocs"}), PlanError, "rename= gives this name to no entry; did you mean 'epocs'?"),
     ("a letter beside a number", lambda w: dcp_rs.open(w / "deep")["layers.777.wieght"], EntryNotFoundError, "did you mean 'layers.777.weight'?"),
     ("a container", lambda w: dcp_rs.open(w / "model")["model.layers"], EntryNotFoundError, "it is a container of 6 entries, such as 'model.layers.0.bias'"),
     ("a container of one entry", lambda w: dcp_rs.open(w / "named")["embedding"], EntryNotFoundError, "it is a container of one entry, 'embedding.weight'"),
@@ -118,11 +118,10 @@ MISTAKES: list[Mistake] = [
     ("parameters", lambda w: save(torch.nn.Linear(2, 2).parameters(), w / "new"), TypeError, "generator is not a state dict: pass a dict"),
     ("a tensor", lambda w: save(torch.ones(2), w / "new"), TypeError, "or to objects with state_dict() and load_state_dict()"),
     ("swapped", lambda w: load(str(w / "bare"), {}), TypeError, "the state dict comes first, then the path"),
-    ("a save's planner, to load", lambda w: load({}, w / "bare", planner=RsSavePlanner()), TypeError, "planner= of a load takes a planner such as RsLoadPlanner(...), not RsSavePlanner, which plans a save"),
-    ("a load's planner, to save", lambda w: save({}, w / "new", planner=RsLoadPlanner()), TypeError, "such as RsSavePlanner(...), not RsLoadPlanner, which plans a load"),
-    ("a class for a planner", lambda w: load({}, w / "bare", planner=RsLoadPlanner), TypeError, "not the class RsLoadPlanner"),
-    ("text for a planner", lambda w: save({}, w / "new", planner="RsSavePlanner"), TypeError, "such as RsSavePlanner(...), not str"),
-    ("a class for a planner, in the background", lambda w: dcp_rs.async_save({}, w / "new", planner=RsSavePlanner, no_dist=True), TypeError, "not the class RsSavePlanner"),
+    ("a planner, to load", lambda w: load({}, w / "bare", planner=RsLoadPlanner()), TypeError, "dcp_rs.load() has no option 'planner': planners belong to torch's functions: dcp.load(state_dict, storage_reader=dcp_rs.RsReader(path), planner=...)"),
+    ("a planner, to save", lambda w: save({}, w / "new", planner=RsSavePlanner()), TypeError, "dcp_rs.save() has no option 'planner': planners belong to torch's functions: dcp.save(state_dict, storage_writer=dcp_rs.RsWriter(path), planner=...)"),
+    ("a planner, in the background", lambda w: dcp_rs.async_save({}, w / "new", planner=RsSavePlanner(), no_dist=True), TypeError, "dcp.async_save(state_dict, storage_writer=dcp_rs.RsWriter(path), planner=...)"),
+    ("a planner, to save a step", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).save(1, {}, planner=RsSavePlanner()), TypeError, "CheckpointManager.save() has no option 'planner': use include=, exclude= and dtype="),
     ("a reader for a path", lambda w: load({}, RsReader("ckpt")), TypeError, "a path is a str or a pathlib.Path, not RsReader: pass 'ckpt'"),
     ("a writer for a path", lambda w: save({}, RsWriter("ckpt")), TypeError, "a path is a str or a pathlib.Path, not RsWriter: pass 'ckpt'"),
     ("a reader, to open", lambda w: dcp_rs.open(RsReader("ckpt")), TypeError, "not RsReader: pass 'ckpt'"),
@@ -459,10 +458,10 @@ def test_dtype_may_be_a_name(tmp_path):
 )
 def test_suggested_remedies_work(world, prefix, rename):
     state = prefixed(prefix)
-    load(state, world / "bare", planner=RsLoadPlanner(rename=rename))
+    load(state, world / "bare", rename=rename)
     assert all(torch.equal(value, torch.ones(2)) for value in state.values())
     state = prefixed("")
-    load(state, world / "model", planner=RsLoadPlanner(rename={"model": ""}))
+    load(state, world / "model", rename={"model": ""})
     assert all(torch.equal(value, torch.ones(2)) for value in state.values())
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import (
     _version,  # 2.8, 2.11, 2.15
     planner_helpers,
     state_dict,
+    state_dict_loader,
     utils,
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # 2.8, 2.11, 2.15
@@ -36,6 +37,8 @@ from torch.utils.serialization import config
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 # Functions of torch as they are (2.8, 2.11, 2.15).
+#: ``dcp.load_state_dict`` without its warning, 2.8, 2.11, 2.15.
+load_state_dict = state_dict_loader._load_state_dict
 chunk_list = planner_helpers._create_chunk_list
 find_shard = utils.find_tensor_shard
 flatten_sharded_tensors = _sharded_tensor_utils._flatten_sharded_tensors

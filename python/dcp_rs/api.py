@@ -12,32 +12,28 @@ from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
-from dcp_rs._arguments import suggest_option
+from dcp_rs._arguments import suggest_option, type_of
 from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.folders import warn_of_foreign_model
 from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.checkpoint.open import Checkpoint
-from dcp_rs.dcp import protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.load_planner import is_plain as is_plain_load_planner
 from dcp_rs.dcp.reader import RsReader
-from dcp_rs.dcp.writer import save_by_planner
 from dcp_rs.engine import load as engine
 from dcp_rs.engine.background import MAX_COPIES, SaveFuture, saves
 from dcp_rs.engine.load import LoadRequest
 from dcp_rs.engine.local_plan import Selected, select
 from dcp_rs.engine.matching import LoadOptions
-from dcp_rs.engine.ranks import RankGroup
+from dcp_rs.engine.ranks import RankGroup, has_group
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
-from dcp_rs.errors import UnsupportedError
 from dcp_rs.options import LoadArguments, SaveArguments, split_options, take_options
 from dcp_rs.tensors.flatten import is_stateful
 from dcp_rs.tensors.memory import clone
@@ -64,14 +60,17 @@ def load_state_dict(
         state_dict: its tensors are filled in place; other values are replaced.
         storage_reader: an :class:`RsReader`, or any reader of torch.
         process_group, coordinator_rank, no_dist: as in ``dcp.load``.
-        planner: default: :class:`RsLoadPlanner` with an :class:`RsReader`, else torch's planner.
+        planner: default: :class:`RsLoadPlanner` with an :class:`RsReader`, else torch's planner. A
+            subclass of either, or another planner or reader, is run by torch's own driver. Give
+            all ranks the same kind.
 
     Returns:
         A report of the load on this rank; None if the reader is not an :class:`RsReader`.
 
     Raises:
-        Exception: on every rank, what any rank raised: one of :mod:`dcp_rs.errors`, an
-            :class:`OSError`, or an error of your own planner or reader. A note names the rank.
+        Exception: on every rank, what any rank raised: one of :mod:`dcp_rs.errors`, or an
+            :class:`OSError`. A note names the rank. Torch's driver raises its
+            ``CheckpointException``, which holds the errors by rank.
         RankLostError: a rank is gone.
 
     Example:
@@ -80,35 +79,31 @@ def load_state_dict(
         report = dcp_rs.load_state_dict(state, dcp_rs.RsReader("ckpt"))
         ```
     """
-    ranks = RankGroup(process_group, no_dist=no_dist, coordinator=coordinator_rank)
-    if planner is None:
-        planner = RsLoadPlanner() if isinstance(storage_reader, RsReader) else DefaultLoadPlanner()
-
-    def check() -> None:
-        if not isinstance(state_dict, Mapping) or isinstance(state_dict, Checkpoint):
-            raise _wrong_state_dict(state_dict)
-        protocol.check_reader(storage_reader)
-        protocol.check_planner("load", planner)
-        storage_reader.reset()
-
-    if type(storage_reader) is RsReader and is_plain_load_planner(planner):
-        own = planner
+    if type(storage_reader) is RsReader and (planner is None or is_plain_load_planner(planner)):
+        own = RsLoadPlanner() if planner is None else planner
 
         def make_request() -> LoadRequest:
-            check()
+            _check_state_dict(state_dict)
+            storage_reader.reset()
             return LoadRequest(state_dict, storage_reader._source, own._options())
 
+        ranks = RankGroup(process_group, no_dist=no_dist, coordinator=coordinator_rank)
         load_once = partial(engine.load, ranks, make_request)
         report = engine.retry(ranks, load_once, lambda: not own.allow_partial_load)
         storage_reader.report = report
         own._end_load(report, storage_reader._source)
         return report
 
-    def make_arguments() -> protocol.LoadArguments:
-        check()
-        return state_dict, storage_reader, planner
-
-    return protocol.load(ranks, make_arguments)
+    _check_state_dict(state_dict)
+    _check_reader(storage_reader)
+    storage_reader.reset()
+    if planner is None and isinstance(storage_reader, RsReader):
+        planner = RsLoadPlanner()
+    no_dist = no_dist or not has_group()
+    _torch.load_state_dict(
+        state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner
+    )
+    return storage_reader.report if isinstance(storage_reader, RsReader) else None
 
 
 @suggest_option
@@ -116,7 +111,6 @@ def load(
     state_dict: dict[str, Any],
     path: StrPath,
     *,
-    planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     **options: Unpack[LoadArguments],
@@ -147,8 +141,6 @@ def load(
         dtype_policy: what to do if a tensor's dtype differs from the stored one and ``dtype`` is
             not given: ``"warn"`` (the default) casts and warns, ``"error"`` raises, ``"cast"``
             casts.
-        planner: an :class:`RsLoadPlanner` in place of these options; or your own planner, which is
-            called as torch calls it.
         process_group, no_dist: as in ``dcp.load``.
         weights_only: unpickle values as ``torch.load(weights_only=True)`` does. That is the
             default. Pass ``False`` only for checkpoints that you wrote yourself.
@@ -174,40 +166,14 @@ def load(
         ```
     """
     ranks = RankGroup(process_group, no_dist=no_dist)
-    own = planner if planner is not None and is_plain_load_planner(planner) else None
-    source: LoadSource
 
     def make_request() -> LoadRequest:
-        nonlocal source
-        if not isinstance(state_dict, Mapping) or isinstance(state_dict, Checkpoint):
-            raise _wrong_state_dict(state_dict, path)
+        _check_state_dict(state_dict, path)
         of_load, of_reader = split_options(take_options(load, options), LoadOptions)
-        chosen = LoadOptions.of(of_load)
-        if planner is not None:
-            protocol.check_planner("load", planner)
-            if chosen != LoadOptions():
-                msg = (
-                    "give the planner the options of the load, or no planner: "
-                    "RsLoadPlanner takes the same ones"
-                )
-                raise TypeError(msg)
-            if own is not None:
-                chosen = own._options()
-        source = LoadSource.of(path, of_reader)
-        return LoadRequest(state_dict, source, chosen)
+        return LoadRequest(state_dict, LoadSource.of(path, of_reader), LoadOptions.of(of_load))
 
-    if planner is None or own is not None:
-        is_partial = options.get("allow_partial_load") if own is None else own.allow_partial_load
-        load_once = partial(engine.load, ranks, make_request, stateful=True)
-        report = engine.retry(ranks, load_once, lambda: not is_partial)
-        if own is not None:
-            own._end_load(report, source)
-        return report
-
-    def make_arguments() -> protocol.LoadArguments:
-        return state_dict, RsReader._of(make_request().source), planner
-
-    return protocol.load(ranks, make_arguments, stateful=True) or LoadReport()
+    load_once = partial(engine.load, ranks, make_request, stateful=True)
+    return engine.retry(ranks, load_once, lambda: not options.get("allow_partial_load"))
 
 
 @suggest_option
@@ -215,7 +181,6 @@ def save(
     state_dict: dict[str, Any],
     path: StrPath,
     *,
-    planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     **options: Unpack[SaveArguments],
@@ -234,7 +199,6 @@ def save(
         dtype: store floating-point tensors of 16 bits and more in this dtype. They are cast while
             they are written, in bounded memory. Tensors of 8 bits and fewer keep their dtype, as
             their scales are elsewhere. So does the ``step`` of an optimizer's state.
-        planner: your own planner, in place of these three. It is called as torch calls it.
         process_group, no_dist: as in ``dcp.save``.
         overwrite: ``False`` raises if there is a checkpoint already. ``True`` (the default) warns
             if this process has neither opened nor saved it.
@@ -271,26 +235,17 @@ def save(
     """
     ranks = RankGroup(process_group, no_dist=no_dist)
 
-    def make_options() -> tuple[Path, SaveOptions]:
-        if not isinstance(state_dict, Mapping):
-            raise _wrong_state_dict(state_dict, path)
+    def make_request() -> SaveRequest:
+        _check_state_dict(state_dict, path)
         saves.check_path(path)
         checked = SaveOptions.of(take_options(save, options))
-        if planner is not None:
-            _check_save_planner(planner, checked)
         where = location(path)
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
-        return where, checked
-
-    def make_request() -> SaveRequest:
-        where, checked = make_options()
         entries = select(state_dict, checked.include, checked.exclude, state_of=_state_of)
         return SaveRequest(entries=entries, path=where, options=checked)
 
-    if planner is None:
-        return engine_save(ranks, make_request)
-    return save_by_planner(ranks, planner, lambda: (state_dict, *make_options()))
+    return engine_save(ranks, make_request)
 
 
 def _state_of(holder: Any) -> Any:
@@ -307,20 +262,11 @@ def _state_of_copied_buffers(holder: Any) -> Any:
     return like(state, copied)
 
 
-def _check_save_planner(planner: Any, options: SaveOptions) -> None:
-    protocol.check_planner("save", planner)
-    if (options.include, options.exclude, options.dtype) != (None, None, None):
-        raise TypeError("give the planner include, exclude and dtype, or no planner")
-    if options.publish is not None:
-        raise UnsupportedError("planner= goes neither with publish= nor with a manager's local=")
-
-
 @suggest_option
 def async_save(
     state_dict: dict[str, Any],
     path: StrPath,
     *,
-    planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     async_staging: bool = False,
@@ -348,7 +294,7 @@ def async_save(
     the same error.
 
     Args:
-        state_dict, path, include, exclude, dtype, planner, no_dist: as for :func:`save`.
+        state_dict, path, include, exclude, dtype, no_dist: as for :func:`save`.
         process_group: a group with a CPU backend that nothing else uses meanwhile. Default: a gloo
             group of all ranks, made by the first call and kept.
         async_staging: do not wait for the copy. Accelerators copy on streams of their own, and a
@@ -394,11 +340,8 @@ def async_save(
 
     def stage() -> Staging:
         nonlocal where, checked, entries
-        if not isinstance(state_dict, Mapping):
-            raise _wrong_state_dict(state_dict, path)
+        _check_state_dict(state_dict, path)
         checked = SaveOptions.of(take_options(async_save, options))
-        if planner is not None:
-            _check_save_planner(planner, checked)
         where = absolute(location(path))  # until the save begins, the current folder may change
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
@@ -417,16 +360,10 @@ def async_save(
                 entries=copied, path=where, options=checked, fallbacks=staging.fallbacks
             )
 
-        if planner is None:
-            return engine_save(ranks, make_request)
+        return engine_save(ranks, make_request)
 
-        def make_arguments() -> tuple[dict[Any, Any], Path, SaveOptions]:
-            request = make_request()
-            return request.entries.nested(), request.path, request.options
-
-        return save_by_planner(ranks, planner, make_arguments)
-
-    _check_order(state_dict, path)
+    if isinstance(path, Mapping):
+        _check_state_dict(state_dict, path)
     return saves.submit(
         path,
         stage,
@@ -437,18 +374,29 @@ def async_save(
     )
 
 
-def _check_order(state_dict: Any, path: Any) -> None:
-    if isinstance(path, Mapping) and not isinstance(state_dict, Mapping):
-        raise _wrong_state_dict(state_dict, path)
+def _check_reader(reader: Any) -> None:
+    """Raise a ``TypeError`` with advice unless this is a storage reader."""
+    if isinstance(reader, StorageReader):
+        return
+    if isinstance(reader, str | os.PathLike):
+        msg = (
+            f"storage_reader= is a path: pass RsReader({os.fspath(reader)!r}), "
+            "or call dcp_rs.load(state_dict, path)"
+        )
+    else:
+        msg = f"storage_reader= takes a reader such as RsReader(path), not {type_of(reader)}"
+    raise TypeError(msg)
 
 
-def _wrong_state_dict(state_dict: Any, path: Any = None) -> TypeError:
-    """Return an error with advice for an argument that is not a state dict.
+def _check_state_dict(state_dict: Any, path: Any = None) -> None:
+    """Raise a ``TypeError`` with advice unless this is a state dict.
 
     Args:
         state_dict: the argument.
         path: the other argument. The caller may have swapped them.
     """
+    if isinstance(state_dict, Mapping) and not isinstance(state_dict, Checkpoint):
+        return
     type_name = type(state_dict).__name__
     if isinstance(state_dict, str | os.PathLike):
         msg = "the state dict comes first, then the path"
@@ -466,4 +414,4 @@ def _wrong_state_dict(state_dict: Any, path: Any = None) -> TypeError:
             f"{type_name} is not a state dict: pass a dict of names to tensors, to values, "
             "or to objects with state_dict() and load_state_dict()"
         )
-    return TypeError(msg)
+    raise TypeError(msg)

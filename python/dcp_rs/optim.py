@@ -9,7 +9,6 @@ from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlanner
 from torch.optim import Optimizer
 
 from dcp_rs._arguments import suggest_option, type_of
@@ -141,7 +140,6 @@ def save_training_state(
     extra: Mapping[str, Any] | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
-    planner: SavePlanner | None = None,
     no_dist: bool = False,
     **write_options: Unpack[SaveArguments],
 ) -> SavedMetadata:
@@ -162,7 +160,7 @@ def save_training_state(
             :class:`RngState` for random numbers. NumPy numbers are saved as Python numbers, which
             load under ``weights_only=True``.
         process_group, no_dist: as in ``dcp.save``.
-        planner, include, exclude, dtype: as for :func:`dcp_rs.save`.
+        include, exclude, dtype: as for :func:`dcp_rs.save`.
         strict_values: as for :func:`dcp_rs.save`. For values in ``extra`` and of optimizers it is
             true by default.
         io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
@@ -191,9 +189,7 @@ def save_training_state(
     ranks = RankGroup(process_group, no_dist=no_dist)
     ranks.run(lambda: take_options(save_training_state, write_options))
     state = _training_state(model, optimizers, extra, ranks, strict=strict)
-    return save(
-        state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options
-    )
+    return save(state, path, process_group=process_group, no_dist=no_dist, **write_options)
 
 
 @suggest_option

@@ -30,6 +30,7 @@ __all__ = [
     "ReadOptions",
     "ReaderArguments",
     "SaveArguments",
+    "SelectArguments",
     "TrainingArguments",
     "WriteArguments",
     "WriteOptions",
@@ -265,13 +266,18 @@ class WriterArguments(WriteArguments, total=False):
     guard: Callable[[], AbstractContextManager[object]] | None
 
 
-class SaveArguments(WriterArguments, total=False):
-    """Keyword arguments of :func:`dcp_rs.save`, for functions that pass them on."""
+class SelectArguments(TypedDict, total=False):
+    """Keyword arguments of :func:`dcp_rs.save` that choose what is stored, and how."""
 
-    overwrite: bool
     include: Globs
     exclude: Globs
     dtype: torch.dtype | str | None
+
+
+class SaveArguments(WriterArguments, SelectArguments, total=False):
+    """Keyword arguments of :func:`dcp_rs.save`, for functions that pass them on."""
+
+    overwrite: bool
     publish: Callable[[bytes], object] | None
 
 

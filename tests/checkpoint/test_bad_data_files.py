@@ -7,10 +7,19 @@ import pytest
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_rs
+from dcp_rs import RsReader
 from dcp_rs.errors import CorruptDataError, UnsupportedError
 from support import assert_state_equal, blank, nested_state
 from support.both import save_rs, save_stock
-from support.failures import STATE, WAYS, data_file, failure, loaded, read_whole
+from support.failures import (
+    STATE,
+    WAYS,
+    data_file,
+    failure,
+    loaded,
+    read_whole,
+    without_torchs_collection,
+)
 
 
 def place_of(path, name):
@@ -112,11 +121,14 @@ def test_a_flipped_bit_is_found_by_verification(saved_blocks, mode, name, block)
             committed.append(read_item.dest_index.fqn)
             super().commit_tensor(read_item, tensor)
 
-    for planner in (None, Planner()):
+    def loaded_by_planner(path, template, **options):
+        reader = RsReader(path, **options)
+        with without_torchs_collection():
+            dcp_rs.load_state_dict(template, reader, planner=Planner(), no_dist=True)
+
+    for load in (loaded, loaded_by_planner):
         template = {name: blank(STATE[name])}
-        error = failure(
-            CorruptDataError, loaded, saved_blocks, template, planner=planner, verify=True, io=mode
-        )
+        error = failure(CorruptDataError, load, saved_blocks, template, verify=True, io=mode)
         assert error.tensor == name
         assert error.offset == offset + block * (1 << 20)
         assert error.path == str(file)

@@ -74,7 +74,7 @@ def test_into_other_types_and_views(stock):
 
     want, got = templates(), templates()
     load_stock(want, stock)
-    dcp_rs.load(got, stock, planner=RsLoadPlanner(dtype_policy="cast"))
+    dcp_rs.load(got, stock, dtype_policy="cast")
     assert_state_equal(resolved(got), resolved(want))
 
 

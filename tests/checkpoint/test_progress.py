@@ -73,8 +73,8 @@ def test_a_load_tells_of_its_end(world, source, planner, dtype):
     seen = Seen()
     state = {"w": torch.zeros(24 << 20, dtype=dtype), "step": 0}
     options = {"dtype_policy": "cast"} if planner is RsLoadPlanner else {}
-    report = dcp_rs.load(
-        state, world / source, planner=planner(**options), progress=seen, no_dist=True
+    report = dcp_rs.load_state_dict(
+        state, RsReader(world / source, progress=seen), planner=planner(**options), no_dist=True
     )
     assert_state_equal(state, {"w": STATE["w"].to(dtype), "step": 3})
     check(

@@ -4,14 +4,10 @@ import warnings
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
-
-
-def _load_by_planner(state, path, planner):
-    dcp_rs.load(state, path, planner=planner, no_dist=True)
+from support.failures import without_torchs_collection
 
 
 def _load_state_dict(state, path, planner):
@@ -30,7 +26,6 @@ def _load_state_dict_by_torch(state, path, planner):
 
 DRIVERS = {
     "dcp_rs.load": None,
-    "dcp_rs.load by a planner": _load_by_planner,
     "dcp_rs.load_state_dict": _load_state_dict,
     "dcp.load": _load_by_torch,
     "dcp.load_state_dict": _load_state_dict_by_torch,
@@ -45,11 +40,8 @@ def load(request):
         if request.param is None:
             return dcp_rs.load(state, path, no_dist=True, **options)
         planner = RsLoadPlanner(**options)
-        try:
+        with without_torchs_collection():
             request.param(state, path, planner)
-        except CheckpointException as collected:
-            ((error, _),) = collected.failures.values()
-            raise error from None
         return planner.report
 
     return load

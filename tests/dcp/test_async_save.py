@@ -10,12 +10,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import dcp_rs
-from dcp_rs import RsSavePlanner
 from dcp_rs.engine import background
+from dcp_rs.engine import save as engine_save
 from dcp_rs.errors import SaveInProgressError, UnsupportedError
 from dcp_rs.transfer.stage import Staging, stage
 from support import assert_state_equal, run_ranks
-from support.faults import Slow
 from support.layouts import sharded_state
 from support.places import data_files
 from support.threads import saves_held_up
@@ -39,51 +38,47 @@ def test_training_may_go_on(ckpt):
 def test_a_tensor_inside_a_value_is_saved_without_its_neighbours(ckpt):
     """torch.save wrote the storage that the copies of all tensors shared, or refused two dtypes."""
     state = {"w": torch.ones(1 << 18), "pair": (torch.ones(2), torch.arange(3))}
-    state["deep"] = {"b": torch.ones(4)}  # a value, without flattening
-    planner = RsSavePlanner(flatten_state_dict=False)
-    dcp_rs.async_save(state, ckpt, planner=planner, no_dist=True).result(60)
+    state["deep"] = (torch.ones(4),)
+    dcp_rs.async_save(state, ckpt, no_dist=True).result(60)
     with dcp_rs.open(ckpt) as checkpoint:
-        tensors = [*checkpoint["pair"], checkpoint["deep"]["b"]]
+        tensors = [*checkpoint["pair"], *checkpoint["deep"]]
     assert [tensor.tolist() for tensor in tensors] == [[1, 1], [0, 1, 2], [1, 1, 1, 1]]
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [8, 24, 16]
 
 
-def test_one_copy_at_a_time_waits_for_the_save_that_reads_it(tmp_path):
+def test_one_copy_at_a_time_waits_for_the_save_that_reads_it(tmp_path, held_saves):
     """W7: two queued saves shared the one block, and the first checkpoint held the second's numbers, with right digests."""
-    planner = Slow()
     state = {"w": torch.ones(1000)}
-    first = dcp_rs.async_save(state, tmp_path / "first", planner=planner, max_copies=1)
+    first = dcp_rs.async_save(state, tmp_path / "first", max_copies=1)
     state["w"].fill_(2)
-    timer = threading.Timer(0.2, planner.go.set)
+    timer = threading.Timer(0.2, held_saves.go.set)
     timer.start()
     second = dcp_rs.async_save(state, tmp_path / "second", max_copies=1)
-    assert planner.go.is_set()  # it waited
+    assert held_saves.go.is_set()  # it waited
     first.result(60)
     second.result(60)
     assert dcp_rs.open(tmp_path / "first")["w"].eq(1).all()
     assert dcp_rs.open(tmp_path / "second")["w"].eq(2).all()
 
 
-def test_a_second_save_to_the_path_is_refused_until_the_first_is_over(ckpt, tmp_path):
-    planner = Slow()
-    first = dcp_rs.async_save({"w": torch.ones(2)}, ckpt, planner=planner)
+def test_a_second_save_to_the_path_is_refused_until_the_first_is_over(ckpt, tmp_path, held_saves):
+    first = dcp_rs.async_save({"w": torch.ones(2)}, ckpt)
     with pytest.raises(SaveInProgressError, match="wait for its future"):
         dcp_rs.async_save({"w": torch.zeros(2)}, ckpt)
     with pytest.raises(SaveInProgressError):
         dcp_rs.save({"w": torch.zeros(2)}, ckpt.parent / "." / "ckpt")
     other = dcp_rs.async_save({"w": torch.zeros(2)}, tmp_path / "other")  # queued
-    planner.go.set()
+    held_saves.go.set()
     first.result(60)
     other.result(60)
     dcp_rs.async_save({"w": torch.full((2,), 2.0)}, ckpt).result(60)
     assert dcp_rs.open(ckpt)["w"].tolist() == [2, 2]
 
 
-def test_a_fork_does_not_wait_for_the_saves_of_its_parent(ckpt):
+def test_a_fork_does_not_wait_for_the_saves_of_its_parent(ckpt, held_saves):
     """The future of a save in the background is never done in a child, which has not its thread."""
-    planner = Slow()
-    future = dcp_rs.async_save({"w": torch.ones(2)}, ckpt, planner=planner)
-    assert planner.begun.wait(60)
+    future = dcp_rs.async_save({"w": torch.ones(2)}, ckpt)
+    assert held_saves.begun.wait(60)
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -93,7 +88,7 @@ def test_a_fork_does_not_wait_for_the_saves_of_its_parent(ckpt):
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    planner.go.set()
+    held_saves.go.set()
     future.result(60)
 
 
@@ -185,7 +180,7 @@ def test_ranks_save_in_the_background(ckpt):
 def fail_in_a_callback(path):
     """On the first rank, or on both: the save of a callback, with another one before it."""
     for name, failing in ("one", {0}), ("both", {0, 1}):
-        planner, outcomes, told = Slow(), [], threading.Event()
+        outcomes, told = [], threading.Event()
 
         def save_another(_, name=name, failing=failing, outcomes=outcomes, told=told):
             try:
@@ -197,10 +192,10 @@ def fail_in_a_callback(path):
                 outcomes.append(refused)
                 told.set()
 
-        first = dcp_rs.async_save({"w": torch.ones(5)}, path / name / "1", planner=planner)
-        first.add_done_callback(save_another)
-        second = dcp_rs.async_save({"w": torch.ones(5)}, path / name / "2")
-        planner.go.set()
+        with saves_held_up():
+            first = dcp_rs.async_save({"w": torch.ones(5)}, path / name / "1")
+            first.add_done_callback(save_another)
+            second = dcp_rs.async_save({"w": torch.ones(5)}, path / name / "2")
         first.result(60)
         second.result(60)
         assert told.wait(60)
@@ -219,43 +214,38 @@ def test_a_save_that_fails_in_a_callback_of_one_does_not_wait_for_itself(tmp_pat
     assert run_ranks(2, fail_in_a_callback, tmp_path, fresh=True) == [True, True]
 
 
-class Looking(RsSavePlanner):
-    """Notes where what it saves lies."""
+@pytest.fixture
+def places(monkeypatch):
+    """Where what is saved lies. A save of a negative number fails."""
+    places, real = [], engine_save.plan_locally
 
-    def __init__(self, *, fails=False):
-        super().__init__()
-        self.fails, self.places = fails, []
-
-    def resolve_data(self, write_item):
-        resolved = super().resolve_data(write_item)
-        self.places.append(resolved.data_ptr())
-        if self.fails:
+    def look(selected, *arguments, **options):
+        places.append(selected.values["w"].data_ptr())
+        if selected.values["w"].flatten()[0] < 0:
             raise ArithmeticError("as meant")
-        return resolved
+        return real(selected, *arguments, **options)
+
+    monkeypatch.setattr(engine_save, "plan_locally", look)
+    return places
 
 
-def test_the_memory_of_a_save_that_is_over_serves_the_next(tmp_path):
+def test_the_memory_of_a_save_that_is_over_serves_the_next(tmp_path, places):
     """T7: each save made its copy in new pages, which took several times as long as the copy itself."""
     dcp_rs.release_pinned_memory()
-    places = []
     for number in range(3):
-        planner, path = Looking(), tmp_path / str(number)
-        state = {"w": torch.full((300, 1000), float(number))}
-        dcp_rs.async_save(state, path, planner=planner).result(60)
-        places += planner.places
+        path = tmp_path / str(number)
+        dcp_rs.async_save({"w": torch.full((300, 1000), float(number))}, path).result(60)
         assert dcp_rs.open(path, verify=True)["w"].eq(number).all()
     assert len(places) == 3
     assert len(set(places)) == 1
 
 
-def test_a_save_that_fails_gives_its_memory_back(tmp_path):
+def test_a_save_that_fails_gives_its_memory_back(tmp_path, places):
     dcp_rs.release_pinned_memory()
-    places = []
-    for fails in (True, False):
-        planner = Looking(fails=fails)
-        future = dcp_rs.async_save({"w": torch.ones(300, 1000)}, tmp_path / "ckpt", planner=planner)
-        assert isinstance(future.exception(60), ArithmeticError) == fails
-        places += planner.places
+    for value in (-1.0, 1.0):
+        future = dcp_rs.async_save({"w": torch.full((300, 1000), value)}, tmp_path / "ckpt")
+        assert isinstance(future.exception(60), ArithmeticError) == (value < 0)
+    assert len(places) == 2
     assert len(set(places)) == 1
 
 
@@ -311,20 +301,22 @@ def test_after_an_interrupt_before_the_hand_over_nothing_is_saved(ckpt, monkeypa
     assert saved_after(ckpt) == [1, 1, 1]
 
 
-def test_an_interrupt_after_the_save_has_begun_leaves_its_memory_alone(ckpt, monkeypatch):
-    planner, real = Slow(), background.SaveQueue._put
+def test_an_interrupt_after_the_save_has_begun_leaves_its_memory_alone(
+    ckpt, monkeypatch, held_saves
+):
+    real = background.SaveQueue._put
 
     def put(*arguments):
         real(*arguments)
-        assert planner.begun.wait(60)
+        assert held_saves.begun.wait(60)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(background.SaveQueue, "_put", put)
         with pytest.raises(KeyboardInterrupt):
-            dcp_rs.async_save({"w": torch.zeros(3)}, ckpt, planner=planner)
+            dcp_rs.async_save({"w": torch.zeros(3)}, ckpt)
     stage({"w": torch.full((3,), 7.0)})  # to the memory of that copy, were it free
-    planner.go.set()
+    held_saves.go.set()
     assert saved_after(ckpt) == [0, 0, 0]
 
 

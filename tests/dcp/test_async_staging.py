@@ -19,7 +19,6 @@ from dcp_rs.optim import training_state
 from dcp_rs.transfer.buffers import BlockPool
 from dcp_rs.transfer.stage import Staging
 from support import assert_state_equal, run_ranks
-from support.faults import Slow
 from support.threads import copies_held_up
 
 
@@ -86,35 +85,31 @@ def test_tensors_of_inference(ckpt):
 # --- how many there are at a time
 
 
-def test_a_third_save_waits_until_the_first_is_over(tmp_path):
-    planner = Slow()
+def test_a_third_save_waits_until_the_first_is_over(tmp_path, held_saves):
     state = {"w": torch.ones(1000)}
-    first = dcp_rs.async_save(state, tmp_path / "1", planner=planner, async_staging=True)
+    first = dcp_rs.async_save(state, tmp_path / "1", async_staging=True)
     first.staged.result(60)
     state["w"].fill_(2)
     second = dcp_rs.async_save(state, tmp_path / "2", async_staging=True)
     second.staged.result(60)  # beside the first, which is not written
     assert not first.done()
     state["w"].fill_(3)
-    threading.Timer(0.2, planner.go.set).start()
+    threading.Timer(0.2, held_saves.go.set).start()
     third = dcp_rs.async_save(state, tmp_path / "3", async_staging=True)
-    assert planner.go.is_set()
+    assert held_saves.go.is_set()
     assert first.done()
     third.result(60)
     assert [saved(tmp_path / name)["w"][0].item() for name in ("1", "2", "3")] == [1, 2, 3]
 
 
-def test_one_copy_at_a_time_makes_the_second_save_wait(tmp_path):
-    planner = Slow()
+def test_one_copy_at_a_time_makes_the_second_save_wait(tmp_path, held_saves):
     state = {"w": torch.ones(1000)}
-    first = dcp_rs.async_save(
-        state, tmp_path / "1", planner=planner, max_copies=1, async_staging=True
-    )
+    first = dcp_rs.async_save(state, tmp_path / "1", max_copies=1, async_staging=True)
     first.staged.result(60)
     state["w"].fill_(2)
-    threading.Timer(0.2, planner.go.set).start()
+    threading.Timer(0.2, held_saves.go.set).start()
     dcp_rs.async_save(state, tmp_path / "2", max_copies=1, async_staging=True).result(60)
-    assert planner.go.is_set()
+    assert held_saves.go.is_set()
     assert [saved(tmp_path / name)["w"][0].item() for name in ("1", "2")] == [1, 2]
 
 
@@ -134,16 +129,16 @@ def test_saves_that_fail_take_no_room(tmp_path):
     dcp_rs.async_save({"w": torch.ones(2)}, tmp_path / "ok", async_staging=True).result(60)
 
 
-def test_a_save_out_of_a_callback_of_one_does_not_wait_for_itself(tmp_path):
-    planner, begun = Slow(), []
+def test_a_save_out_of_a_callback_of_one_does_not_wait_for_itself(tmp_path, held_saves):
+    begun = []
 
     def save_another(_):
         begun.append(dcp_rs.async_save({"w": torch.full((5,), 9.0)}, tmp_path / "last"))
 
-    first = dcp_rs.async_save({"w": torch.ones(5)}, tmp_path / "1", planner=planner)
+    first = dcp_rs.async_save({"w": torch.ones(5)}, tmp_path / "1")
     first.add_done_callback(save_another)
     others = [dcp_rs.async_save({"w": torch.ones(5)}, tmp_path / "2")]
-    threading.Timer(0.1, planner.go.set).start()
+    threading.Timer(0.1, held_saves.go.set).start()
     others.append(dcp_rs.async_save({"w": torch.ones(5)}, tmp_path / "3"))
     for future in (first, *others):
         future.result(60)
@@ -151,9 +146,9 @@ def test_a_save_out_of_a_callback_of_one_does_not_wait_for_itself(tmp_path):
     assert saved(tmp_path / "last")["w"].eq(9).all()
 
 
-def test_a_callback_does_not_wait_for_the_copy_of_a_save_after_its_own(tmp_path):
+def test_a_callback_does_not_wait_for_the_copy_of_a_save_after_its_own(tmp_path, held_saves):
     """It waited for the other save to give back the memory, which waited for the thread that it was called in."""
-    planner, waiting, begun = Slow(), threading.Event(), []
+    waiting, begun = threading.Event(), []
 
     def save_another(_):
         waiting.wait(60)
@@ -161,9 +156,9 @@ def test_a_callback_does_not_wait_for_the_copy_of_a_save_after_its_own(tmp_path)
             dcp_rs.async_save({"w": torch.full((5,), 9.0)}, tmp_path / "last", max_copies=1)
         )
 
-    first = dcp_rs.async_save({"w": torch.ones(5)}, tmp_path / "1", planner=planner, max_copies=1)
+    first = dcp_rs.async_save({"w": torch.ones(5)}, tmp_path / "1", max_copies=1)
     first.add_done_callback(save_another)
-    planner.go.set()
+    held_saves.go.set()
     second = dcp_rs.async_save({"w": torch.full((5,), 2.0)}, tmp_path / "2", max_copies=1)
     waiting.set()
     second.result(30)

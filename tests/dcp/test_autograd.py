@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner, RsReader
+from dcp_rs import RsReader
 from support import run_ranks
 
 W = torch.arange(24.0).reshape(4, 6)
@@ -25,7 +25,7 @@ def stock(state, path):
 
 
 def ours(state, path):
-    dcp_rs.load(state, path / "ours", planner=RsLoadPlanner(dtype_policy="cast"))
+    dcp_rs.load(state, path / "ours", dtype_policy="cast")
 
 
 def torchs_planner(state, path):
@@ -39,13 +39,11 @@ def torchs_planner(state, path):
 
 def partly(state, path):
     state["missing"] = torch.zeros(2)
-    dcp_rs.load(
-        state, path / "ours", planner=RsLoadPlanner(allow_partial_load=True, dtype_policy="cast")
-    )
+    dcp_rs.load(state, path / "ours", allow_partial_load=True, dtype_policy="cast")
 
 
 def shared(state, path):
-    dcp_rs.load(state, path / "ours", planner=RsLoadPlanner(dtype_policy="cast"), replicas="all")
+    dcp_rs.load(state, path / "ours", dtype_policy="cast", replicas="all")
 
 
 @pytest.fixture

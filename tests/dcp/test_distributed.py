@@ -123,7 +123,7 @@ def load_what_is_missing(path):
     with pytest.raises(PlanError, match="not there"):
         dcp_rs.load(dict(state), path)
     planner = RsLoadPlanner(allow_partial_load=True)
-    dcp_rs.load(state, path, planner=planner)
+    dcp_rs.load_state_dict(state, RsReader(path), planner=planner)
     assert planner.report.missing == ["not there"]
     assert_state_equal(state["plain"], numbered((3,)))
     assert torch.all(sharded.local_shards()[0].tensor == -1)

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
+from dcp_rs.engine import save as engine_save
+from dcp_rs.engine.save import write_files
 from dcp_rs.errors import PlanError
 from support import rank_outcomes, run_ranks
 from support.places import data_files
@@ -26,6 +29,13 @@ class Failing(RsSavePlanner):
         return super().finish_plan(new_plan)
 
 
+def write_or_fail(*arguments, **options):
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+        raise PlanError("no")
+    return write_files(*arguments, **options)
+
+
 def fail_on_one_rank(path, how):
     state = {
         "w": torch.full((1000,), float(dist.get_rank())),
@@ -36,8 +46,11 @@ def fail_on_one_rank(path, how):
     dist.barrier()
     assert len(before) == 2
     if how == "ours":
-        with pytest.raises(PlanError, match="no"):
-            dcp_rs.save(state, path, planner=Failing())
+        with (
+            mock.patch.object(engine_save, "write_files", write_or_fail),
+            pytest.raises(PlanError, match="no"),
+        ):
+            dcp_rs.save(state, path)
     else:
         writer = RsWriter(path)
         with pytest.raises(CheckpointException):

@@ -24,11 +24,6 @@ def zeros(**options):
     return {"w": torch.zeros(4, 6, **options), "b": torch.zeros(6, **options)}
 
 
-def test_a_planner_and_options_beside_it(saved):
-    with pytest.raises(TypeError, match="RsLoadPlanner takes the same ones"):
-        dcp_rs.load({"model": zeros()}, saved, planner=RsLoadPlanner(), exclude="*.b")
-
-
 @pytest.mark.parametrize(
     ("option", "meant"),
     [

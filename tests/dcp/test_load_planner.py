@@ -151,9 +151,9 @@ def test_a_policy_may_change_between_loads(saved):
     planner = RsLoadPlanner(dtype_policy="error")
     state = {"layers": {"0": {"weight": torch.zeros(4, 6).double()}}}
     with pytest.raises(PlanError, match="dtype_policy='error'"):
-        dcp_rs.load(state, saved, planner=planner)
+        dcp_rs.load_state_dict(state, RsReader(saved), planner=planner)
     planner.dtype_policy = "cast"
-    dcp_rs.load(state, saved, planner=planner)
+    dcp_rs.load_state_dict(state, RsReader(saved), planner=planner)
     assert torch.equal(state["layers"]["0"]["weight"], W.double())
 
 
@@ -312,10 +312,12 @@ def test_tensors_by_name(saved):
             planner.resolve_tensor("z", dtype=dtype)
     # After a load, of what was loaded, under its name there.
     planner = RsLoadPlanner(rename={"layers": "model"}, allow_partial_load=True)
-    dcp_rs.load({"step": 0, "new": 0}, saved, planner=planner)
+    dcp_rs.load_state_dict({"step": 0, "new": 0}, RsReader(saved), planner=planner)
     assert torch.equal(planner.resolve_tensor("model.1.weight"), -W)
     assert planner.report.missing == ["new"]
-    dcp_rs.load({"step": 0}, saved, planner=planner)  # the report is of the last load
+    dcp_rs.load_state_dict(
+        {"step": 0}, RsReader(saved), planner=planner
+    )  # the report is of the last load
     assert planner.report.missing == []
 
 
@@ -408,14 +410,14 @@ def load_with_hole(path):
     assert any("rank 1" in note for note in caught.value.__notes__)
     state = target()
     planner = RsLoadPlanner(allow_partial_load=True)
-    dcp_rs.load(state, path, planner=planner)
+    dcp_rs.load_state_dict(state, RsReader(path), planner=planner)
     got = state["w"].to_local().flatten().tolist()
     assert got == ([0, 1, 2, 3] if rank == 0 else [-1] * 4)
     assert planner.report.partly_filled == ([] if rank == 0 else ["w"])
     whole = {"w": torch.full((8, 1), -1.0)}
     with pytest.raises(PlanError, match=r"'w'"):
         dcp_rs.load(whole, path)
-    dcp_rs.load(whole, path, planner=RsLoadPlanner(allow_partial_load=True))
+    dcp_rs.load(whole, path, allow_partial_load=True)
     assert whole["w"].flatten().tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
 
 
@@ -433,7 +435,7 @@ def keys_that_differ(path):
     other = (rank + 1) % dist.get_world_size()
     for planner in (RsLoadPlanner(), Watching()):
         got = {f"stage{other}": torch.zeros(3)} | ({"shared": torch.zeros(2)} if rank else {})
-        dcp_rs.load(got, path, planner=planner)
+        dcp_rs.load_state_dict(got, RsReader(path), planner=planner)
         times = 2 if isinstance(planner, Watching) else 1
         assert got[f"stage{other}"].tolist() == [other * times] * 3
     problems = [
@@ -447,7 +449,7 @@ def keys_that_differ(path):
     for bad, message in problems:
         state = bad if rank == 1 else {"shared": torch.zeros(2)}
         with pytest.raises(PlanError, match=message) as caught:
-            dcp_rs.load(state, path, planner=RsLoadPlanner(dtype_policy="error"))
+            dcp_rs.load(state, path, dtype_policy="error")
         assert any("raised on rank 1" in note for note in caught.value.__notes__)
         # Through dcp.load it is DCP's collection of errors, with the rank.
         state = dict(bad) if rank == 1 else {"shared": torch.zeros(2)}
@@ -513,8 +515,11 @@ def test_a_load_leaves_nothing_to_the_garbage_collector(tmp_path):
     gone = weakref.ref(planner)
     gc.disable()
     try:
-        dcp_rs.load(
-            {"w": torch.zeros(4), "step": 0}, tmp_path / "ckpt", planner=planner, no_dist=True
+        dcp_rs.load_state_dict(
+            {"w": torch.zeros(4), "step": 0},
+            RsReader(tmp_path / "ckpt"),
+            planner=planner,
+            no_dist=True,
         )
         del planner
         assert gone() is None  # nor what it held: the state dict, the mapped index
@@ -529,12 +534,15 @@ def test_tensors_by_name_are_of_the_last_load(tmp_path):
     planner, state = RsLoadPlanner(), {"w": torch.zeros(3, 2)}
     dcp.load(state, storage_reader=RsReader(tmp_path / "1"), planner=planner, no_dist=True)
     assert planner.resolve_tensor("w").eq(1).all()
-    dcp_rs.load(state, tmp_path / "2", planner=planner, no_dist=True)
+    dcp_rs.load_state_dict(state, RsReader(tmp_path / "2"), planner=planner, no_dist=True)
     assert state["w"].eq(2).all()
     assert planner.resolve_tensor("w").eq(2).all()
     turned = {"w": torch.zeros(2, 3)}
-    dcp_rs.load(
-        turned, tmp_path / "1", planner=planner, views=dcp_rs.Transpose("w", (1, 0)), no_dist=True
+    dcp_rs.load_state_dict(
+        turned,
+        RsReader(tmp_path / "1", views=dcp_rs.Transpose("w", (1, 0))),
+        planner=planner,
+        no_dist=True,
     )
     assert planner.resolve_tensor("w").shape == (2, 3)
 
@@ -565,7 +573,7 @@ def test_options_of_a_planner_can_be_set_later(saved):
     planner = RsLoadPlanner()
     planner.dtype, planner.assign = torch.bfloat16, True
     got = {"layers.0.weight": torch.zeros_like(W)}
-    dcp_rs.load(got, saved, planner=planner, no_dist=True)
+    dcp_rs.load_state_dict(got, RsReader(saved), planner=planner, no_dist=True)
     assert got["layers.0.weight"].dtype == torch.bfloat16
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner
+from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.errors import PlanError
 from support.both import save_rs
 
@@ -15,7 +15,7 @@ from support.both import save_rs
 def filled(path, names, rename, **options) -> list[int]:
     """Load the names, and return the number in each tensor."""
     state = {name: torch.full((6,), -1.0) for name in names}
-    dcp_rs.load(state, path, planner=RsLoadPlanner(rename=rename, **options))
+    dcp_rs.load(state, path, rename=rename, **options)
     return [int(value[0]) for value in state.values()]
 
 
@@ -54,7 +54,7 @@ def test_from_stored_names_to_wanted_ones(stored, wanted, rename, got, numbered)
     assert filled(path, names, rename) == got
     on_meta = {name: torch.full((6,), -1.0, device="meta") for name in names}
     planner = RsLoadPlanner(rename=rename)
-    dcp_rs.load(on_meta, path, planner=planner)
+    dcp_rs.load_state_dict(on_meta, RsReader(path), planner=planner)
     assert [int(value[0]) for value in on_meta.values()] == got
     assert [int(planner.resolve_tensor(name)[0]) for name in names] == got
 

@@ -17,6 +17,7 @@ from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.errors import CorruptDataError, PlanError, UnsafePickleError
 from support import assert_state_equal, run_ranks
 from support.both import save_rs
+from support.failures import without_torchs_collection
 from support.forged import save_with_hole
 
 W = torch.arange(24.0).reshape(4, 6) / 7
@@ -96,6 +97,11 @@ def poison():
     torch.use_deterministic_algorithms(False)
 
 
+def load_by(planner, state, path, **options):
+    with without_torchs_collection():
+        dcp_rs.load_state_dict(state, RsReader(path, **options), planner=planner)
+
+
 @pytest.fixture(params=WAYS.values(), ids=WAYS)
 def way(request, tmp_path):
     """Loads from where the same state was saved by either."""
@@ -103,8 +109,7 @@ def way(request, tmp_path):
 
     def load(state, flatten=True, reader_options=None, **options):
         made = planner(flatten_state_dict=flatten, dtype_policy="cast", **options)
-        source = RsReader(tmp_path, **(reader_options or {}))
-        dcp_rs.load_state_dict(state, source, planner=made, no_dist=True)
+        load_by(made, state, tmp_path, **(reader_options or {}))
         return getattr(made, "inner", made)
 
     load.save = lambda state: save_rs(state, tmp_path)
@@ -229,7 +234,7 @@ def test_values_without_flattening(tmp_path):
     save_rs({"a": W, "step": 7}, tmp_path)
     for planner in (RsLoadPlanner(flatten_state_dict=False), Committing(flatten_state_dict=False)):
         state = {"a": torch.zeros(4, 6), "step": 0}
-        dcp_rs.load(state, tmp_path, planner=planner)
+        load_by(planner, state, tmp_path)
         assert_state_equal(state, {"a": W, "step": 7})
 
 
@@ -274,14 +279,14 @@ def test_a_tensor_that_is_held_in_part_keeps_its_values_elsewhere(tmp_path):
         state = {"nested": {"w": torch.full((8, 1), -1.0)}}
         options = {"allow_partial_load": True, "rename": {"w": "nested.w"}}
         made = planner(dtype=torch.float64, assign=True, **options)
-        dcp_rs.load(state, tmp_path, planner=made)
+        load_by(made, state, tmp_path)
         assert state["nested"]["w"].dtype == torch.float64
         assert state["nested"]["w"].flatten().tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
         assert made.report.partly_filled == ["nested.w"]
         state = {"nested": {"w": torch.full((8, 1), -1.0, device="meta")}}
         made = planner(device="cpu", **options)
         with nothing_replaced(state):
-            dcp_rs.load(state, tmp_path, planner=made)
+            load_by(made, state, tmp_path)
         assert made.report.partly_filled == ["nested.w"]
         for whole in ({"dtype": torch.float64, "assign": True}, {"device": "cpu"}, {}):
             state = {"nested": {"w": torch.full((8, 1), -1.0)}}
@@ -291,7 +296,7 @@ def test_a_tensor_that_is_held_in_part_keeps_its_values_elsewhere(tmp_path):
                     PlanError, match=r"'nested.w': the checkpoint does not hold \[4, 1\]"
                 ),
             ):
-                dcp_rs.load(state, tmp_path, planner=planner(rename={"w": "nested.w"}, **whole))
+                load_by(planner(rename={"w": "nested.w"}, **whole), state, tmp_path)
 
 
 def partial_on_meta(path):
@@ -376,7 +381,7 @@ def of_ranks(path):
     for planner in (RsLoadPlanner, Committing, Deciding):
         for device, options in OPTIONS.values():
             got = state(lambda t, device=device: torch.zeros_like(t, device=device), device)
-            dcp_rs.load(got, path, planner=planner(dtype_policy="cast", **options))
+            load_by(planner(dtype_policy="cast", **options), got, path)
             dtype = options.get("dtype", torch.float32)
             nested = got["nested"]
             assert torch.equal(nested["d"].to_local(), own.to(dtype))
@@ -392,7 +397,7 @@ def of_ranks(path):
             got = state(lambda t, device=device: torch.zeros_like(t, device=device), device)
             wrong = {"missing": torch.zeros(1)} if rank == 1 else {}
             with nothing_replaced(got), pytest.raises(PlanError, match="missing"):
-                dcp_rs.load(got | wrong, path, planner=planner(dtype_policy="cast", **options))
+                load_by(planner(dtype_policy="cast", **options), got | wrong, path)
 
 
 def test_shards_of_ranks(tmp_path):

@@ -8,13 +8,13 @@ the memory that they have when it reads.
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
-from dcp_rs.errors import PlanError
 from support import assert_state_equal, run_ranks
 from support.both import save_rs, save_stock
 from support.forged import save_with_hole
@@ -91,7 +91,9 @@ def test_load_fills_the_memory_at_the_read(folder, change, dtype, grad):
         want, storage_reader=dcp.FileSystemReader(folder / "stock"), planner=planner, no_dist=True
     )
     for load in (
-        lambda state, planner: dcp_rs.load(state, folder / "rs", planner=planner),
+        lambda state, planner: dcp_rs.load_state_dict(
+            state, RsReader(folder / "rs"), planner=planner
+        ),
         lambda state, planner: dcp.load(
             state, storage_reader=RsReader(folder / "rs"), planner=planner, no_dist=True
         ),
@@ -109,7 +111,7 @@ def test_a_module_that_is_emptied_anew(folder):
     load = with_finish_plan(
         RsLoadPlanner, lambda _: model.to_empty(device="cpu"), rename={"w2": "weight"}
     )
-    dcp_rs.load(state, folder / "rs", planner=load)
+    dcp_rs.load_state_dict(state, RsReader(folder / "rs"), planner=load)
     assert torch.equal(state["weight"], SAVED["w2"])
 
 
@@ -117,8 +119,10 @@ def test_memory_that_is_gone_is_an_error(folder):
     def free(state):
         state["w1"].untyped_storage().resize_(0)
 
-    with pytest.raises(PlanError, match=r"w1.*storage has been freed"):
-        dcp_rs.load(fresh(), folder / "rs", planner=with_finish_plan(RsLoadPlanner, free))
+    with pytest.raises(CheckpointException, match=r"w1.*storage has been freed"):
+        dcp_rs.load_state_dict(
+            fresh(), RsReader(folder / "rs"), planner=with_finish_plan(RsLoadPlanner, free)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["plain", "cast"])
@@ -126,8 +130,10 @@ def test_another_shape_is_an_error(folder, dtype):
     def shrink(state):
         state["w1"].data = torch.zeros(2, 64, dtype=dtype)
 
-    with pytest.raises(PlanError, match="'w1': the planner resolved"):
-        dcp_rs.load(fresh(dtype), folder / "rs", planner=with_finish_plan(RsLoadPlanner, shrink))
+    with pytest.raises(CheckpointException, match="'w1': the planner resolved"):
+        dcp_rs.load_state_dict(
+            fresh(dtype), RsReader(folder / "rs"), planner=with_finish_plan(RsLoadPlanner, shrink)
+        )
 
 
 def test_replaced_memory_of_a_tensor_with_a_hole(tmp_path):
@@ -136,7 +142,7 @@ def test_replaced_memory_of_a_tensor_with_a_hole(tmp_path):
     planner = with_finish_plan(
         RsLoadPlanner, lambda state: other_memory(state["w"]), allow_partial_load=True
     )
-    dcp_rs.load(state, tmp_path, planner=planner)
+    dcp_rs.load_state_dict(state, RsReader(tmp_path), planner=planner)
     assert state["w"].flatten().tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
 
 
@@ -155,7 +161,7 @@ def load_shards(folder):
             planner = with_finish_plan(
                 RsLoadPlanner, lambda state, change=change: change(state["w1"])
             )
-            dcp_rs.load(state, folder / "rs", planner=planner)
+            dcp_rs.load_state_dict(state, RsReader(folder / "rs"), planner=planner)
             for name, shard in state.items():
                 assert torch.equal(shard.full_tensor(), SAVED[name].to(dtype))
 

@@ -43,7 +43,7 @@ def test_names_that_match_nothing(saved, names):
         rf"nothing to load.*{given.replace('[]', '..')}.*'model\.layers\.0\.weight'.* and 2 more"
     )
     with pytest.raises(PlanError, match=match):
-        dcp_rs.load(blank(), saved, planner=RsLoadPlanner(**names))
+        dcp_rs.load(blank(), saved, **names)
     with pytest.raises(dcp.api.CheckpointException, match="nothing to load"):
         dcp.load(
             blank(), storage_reader=RsReader(saved), planner=RsLoadPlanner(**names), no_dist=True
@@ -53,40 +53,32 @@ def test_names_that_match_nothing(saved, names):
 def test_a_partial_load_with_nothing_in_common(saved):
     match = r"nothing to load: the checkpoint has none of.*'layers\.0\.weight'.* it has 'model\.layers\.0\.weight'.*rename=\{'model': ''\}"
     with pytest.raises(PlanError, match=match):
-        dcp_rs.load(blank(""), saved, planner=RsLoadPlanner(allow_partial_load=True))
+        dcp_rs.load(blank(""), saved, allow_partial_load=True)
 
 
 def test_partial_match_is_loaded_and_counted(saved):
     state = {**blank(), "head": torch.zeros(1)}
-    report = dcp_rs.load(
-        state,
-        saved,
-        planner=RsLoadPlanner(allow_partial_load=True, include=["model.layers.1*", "head"]),
-    )
+    report = dcp_rs.load(state, saved, allow_partial_load=True, include=["model.layers.1*", "head"])
     assert (report.entries, report.entries_loaded) == (8, 1)
     assert "loaded 1 of 8 entries, 8 B from" in str(report)
     assert "entries" not in str(dcp_rs.load(blank(), saved))
-    misfit = dcp_rs.load(
-        {"model.layers.0.weight": torch.zeros(3)},
-        saved,
-        planner=RsLoadPlanner(allow_partial_load=True),
-    )
+    misfit = dcp_rs.load({"model.layers.0.weight": torch.zeros(3)}, saved, allow_partial_load=True)
     assert "loaded 0 of 1 entries" in str(misfit)
 
 
 def test_nothing_is_asked_of_an_empty_state_dict(saved):
     dcp_rs.load({}, saved)
-    dcp_rs.load({}, saved, planner=RsLoadPlanner(include="head"))
+    dcp_rs.load({}, saved, include="head")
 
 
 def load_on_ranks(saved):
     """A rank that has none of what is included is none of a mistake's: a stage of a pipeline, say."""
     first = dist.get_rank() == 0
     state = {"model.layers.0.weight" if first else "model.layers.1.weight": torch.full((2,), -1.0)}
-    dcp_rs.load(state, saved, planner=RsLoadPlanner(include="*.0.*"))
+    dcp_rs.load(state, saved, include="*.0.*")
     assert next(iter(state.values())).tolist() == ([0, 0] if first else [-1, -1])
     with pytest.raises(PlanError, match="nothing to load"):
-        dcp_rs.load(state, saved, planner=RsLoadPlanner(include="layers.0.*"))
+        dcp_rs.load(state, saved, include="layers.0.*")
     with pytest.raises(PlanError, match="nothing to save"):
         dcp_rs.save(state, saved, include="layers.0.*")
 
@@ -99,7 +91,7 @@ def test_a_save_of_nothing(tmp_path):
     planner = RsSavePlanner(include="layers.*")
     match = r"nothing to save.*include='layers\.\*'.*'model\.layers\.0\.weight'"
     with pytest.raises(PlanError, match=match):
-        dcp_rs.save(SAVED, tmp_path / "rs", planner=planner)
+        dcp_rs.save(SAVED, tmp_path / "rs", include="layers.*")
     with pytest.raises(dcp.api.CheckpointException, match="nothing to save"):
         dcp.save(SAVED, storage_writer=RsWriter(tmp_path / "rs"), planner=planner, no_dist=True)
     with pytest.raises(dcp.api.CheckpointException, match="nothing to save"):

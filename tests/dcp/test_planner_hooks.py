@@ -15,20 +15,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
-import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
 from support import assert_state_equal
 from support.hook_bodies import (
     LOADS,
     SAVES,
-    count,
     notes,
     plan_with_a_smaller_state,
     set_up_and_forget,
 )
 from support.hooks import (
     WAYS,
-    in_a_delegating_wrapper,
     inner,
     overridable,
 )
@@ -157,15 +154,3 @@ def test_saves_do_what_stock_does(tmp_path, monkeypatch, name, body, way):
         got = save(number, kind, storage)
         assert got[1] == want[1]
         assert_state_equal(got[0], want[0])
-
-
-def test_a_wrapper_that_is_no_planner_by_its_class_is_called(ckpt):
-    """`dcp_rs.save` and `dcp_rs.load` refused it."""
-    planner = in_a_delegating_wrapper(RsSavePlanner, "finish_plan", count, None)
-    dcp_rs.save(state(), ckpt, planner=planner, no_dist=True)
-    assert notes(planner) == ["('called',)"]
-    got = blank_of(state())
-    planner = in_a_delegating_wrapper(RsLoadPlanner, "finish_plan", count, None)
-    dcp_rs.load(got, ckpt, planner=planner, no_dist=True)
-    assert notes(planner) == ["('called',)"]
-    assert_state_equal(got, state())

@@ -295,11 +295,9 @@ def test_our_save_and_load_take_the_options_of_writer_and_reader(ckpt):
     want = nested_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        metadata = dcp_rs.save(
-            want, ckpt, planner=DefaultSavePlanner(), fsync=False, io="buffered", no_dist=True
-        )
+        metadata = dcp_rs.save(want, ckpt, fsync=False, io="buffered", no_dist=True)
         got = blank(want)
-        dcp_rs.load(got, ckpt, planner=DefaultLoadPlanner(), verify=True, io="buffered")
+        dcp_rs.load(got, ckpt, verify=True, io="buffered")
     assert set(metadata.state_dict_metadata) == set(
         RsReader(ckpt).read_metadata().state_dict_metadata
     )

@@ -5,6 +5,7 @@ import os
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_rs
 from crash.states import found_number
 from dcp_rs import RsReader, _core
+from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.engine.load import retry
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import CheckpointReplacedError
@@ -37,43 +39,6 @@ def test_a_reader_whose_files_are_gone_says_so(ckpt):
     with pytest.raises(CheckpointReplacedError):
         metadata.state_dict_metadata.index.verify(threads=1)
     assert found_number(ckpt, 1) == 4  # opened again
-
-
-class Replacing(dcp_rs.RsLoadPlanner):
-    """Lets another save be committed at some step of a load, ``times`` times."""
-
-    def __init__(self, path, step, times):
-        super().__init__()
-        self.path, self.step, self.times, self.number = path, step, times, 4
-
-    def maybe(self, step):
-        if step == self.step and self.times:
-            self.times -= 1
-            save(self.path, self.number)
-            self.number += 2
-
-    def create_local_plan(self):
-        self.maybe("before the plan")
-        plan = super().create_local_plan()
-        self.maybe("after the plan")
-        return plan
-
-    def set_up_planner(self, *args, **kwargs):
-        super().set_up_planner(*args, **kwargs)
-        self.maybe("before the plan")
-
-
-@pytest.mark.parametrize("step", ["before the plan", "after the plan"])
-def test_a_load_that_is_overtaken_begins_again(ckpt, step):
-    save(ckpt, 2)
-    planner = Replacing(ckpt, step, 3)
-    got = template()
-    dcp_rs.load_state_dict(got, RsReader(ckpt), no_dist=True, planner=planner)
-    assert check_loaded(got) == planner.number - 2
-    assert planner.times == 0
-    got = template()
-    dcp_rs.load(got, ckpt, no_dist=True, planner=Replacing(ckpt, step, 1))
-    check_loaded(got)
 
 
 def overtaking(path, numbers):
@@ -176,45 +141,49 @@ def test_an_interrupt_ends_a_load_that_is_overtaken():
 
 def test_a_load_that_is_always_overtaken_gives_up(ckpt):
     save(ckpt, 2)
+    hook = overtaking(ckpt, list(range(4, 1000, 2)))
     with pytest.raises(CheckpointReplacedError):
-        dcp_rs.load(template(), ckpt, no_dist=True, planner=Replacing(ckpt, "after the plan", 1000))
+        dcp_rs.load(template(), ckpt, no_dist=True, rename=hook)
 
 
-def test_the_protocol_of_torch_reports_it(ckpt):
+class Replacing(dcp_rs.RsLoadPlanner):
+    """Another save is committed once the load is planned."""
+
+    def finish_plan(self, new_plan):
+        save(self.path, 4)
+        return super().finish_plan(new_plan)
+
+
+@pytest.mark.parametrize("load", [dcp.load, dcp_rs.load_state_dict])
+def test_the_protocol_of_torch_reports_it(ckpt, load):
     save(ckpt, 2)
+    planner = Replacing()
+    planner.path = ckpt
     with pytest.raises(CheckpointException) as raised:
-        dcp.load(
-            template(),
-            storage_reader=RsReader(ckpt),
-            no_dist=True,
-            planner=Replacing(ckpt, "after the plan", 1),
-        )
+        load(template(), storage_reader=RsReader(ckpt), no_dist=True, planner=planner)
     assert type(raised.value.failures[0][0]) is CheckpointReplacedError
 
 
-class OpenedBefore(RsReader):
-    """On rank 1, opens what there was before another save was committed."""
-
-    def read_metadata(self, *args, **kwargs):
-        metadata = super().read_metadata(*args, **kwargs)
-        if dist.get_rank() == 0 and not getattr(self, "late", False):
-            self.late = True
-            dist.barrier()  # rank 1 has opened the old one
-            save(self.path, 4)
-            metadata = super().read_metadata(*args, **kwargs)
-        elif not getattr(self, "late", False):
-            self.late = True
-            dist.barrier()
-        return metadata
-
-
 def load_across(path):
-    got = template()
+    """Rank 1 opens what there was before rank 0 commits another save, and opens that."""
+    got, is_late, real = template(), False, LoadSource.open
     # The files of the old one stay: nothing but the ids says that there are two.
     kept = [os.open(file, os.O_RDONLY) for file in path.glob("g*")] if dist.get_rank() == 0 else []
     dist.barrier()
-    reader = OpenedBefore(path)
-    dcp_rs.load_state_dict(got, reader)
+
+    def opened(source, rank=None):
+        nonlocal is_late
+        found = real(source, rank)
+        if not is_late:
+            is_late = True
+            dist.barrier()
+            if dist.get_rank() == 0:
+                save(path, 4)
+                found = real(source, rank)
+        return found
+
+    with mock.patch.object(LoadSource, "open", opened):
+        dcp_rs.load(got, path)
     for fd in kept:
         os.close(fd)
     return check_loaded(got)

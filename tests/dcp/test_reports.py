@@ -54,7 +54,7 @@ def test_load_returns_what_was_cast_and_lacking(ckpt):
     save_rs(STATE, ckpt)
     state = {"w": torch.zeros(300_000, dtype=torch.bfloat16), "new": torch.zeros(2)}
     planner = RsLoadPlanner(dtype_policy="cast", allow_partial_load=True)
-    report = dcp_rs.load(state, ckpt, no_dist=True, planner=planner)
+    report = dcp_rs.load_state_dict(state, RsReader(ckpt), planner=planner, no_dist=True)
     assert report is planner.report
     assert [mismatch.name for mismatch in report.dtype_mismatched] == ["w"]
     assert report.missing == ["new"]
@@ -77,8 +77,11 @@ def test_a_load_tells_which_way_the_bytes_came(ckpt, dtype, caplog):
         caplog.clear()
         planner = RsLoadPlanner(dtype_policy="cast")
         with caplog.at_level(logging.DEBUG, logger="dcp_rs"):
-            report = dcp_rs.load(
-                {"w": torch.zeros(300_000, dtype=dtype)}, ckpt, no_dist=True, planner=planner, io=io
+            report = dcp_rs.load_state_dict(
+                {"w": torch.zeros(300_000, dtype=dtype)},
+                RsReader(ckpt, io=io),
+                planner=planner,
+                no_dist=True,
             )
         assert report.bytes_read == 1_200_000
         if io != "auto":  # which takes what this file system is best at
@@ -229,7 +232,7 @@ def test_a_save_in_the_background_that_fails_has_no_report(ckpt):
 def test_every_report_is_of_plain_types_and_tells_its_speed(ckpt, tmp_path):
     saved = dcp_rs.save(STATE, ckpt, no_dist=True).report
     state = {"w": torch.zeros(300_000, dtype=torch.bfloat16)}
-    cast = dcp_rs.load(state, ckpt, no_dist=True, planner=RsLoadPlanner(dtype_policy="cast"))
+    cast = dcp_rs.load(state, ckpt, dtype_policy="cast", no_dist=True)
     converted = dcp_rs.convert(ckpt, tmp_path / "out", to="safetensors", skip_unsupported=True)
     with dcp_rs.open(ckpt) as checkpoint:
         checkpoint["b"]

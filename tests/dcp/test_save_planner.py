@@ -59,8 +59,10 @@ def test_parameters_tied_weights_and_frozen_ones(ckpt):
 
 
 def test_without_flattening(ckpt):
-    dcp_rs.save(
-        {"w": torch.ones(2), "d": {"x": 1}}, ckpt, planner=RsSavePlanner(flatten_state_dict=False)
+    dcp.save(
+        {"w": torch.ones(2), "d": {"x": 1}},
+        storage_writer=RsWriter(ckpt),
+        planner=RsSavePlanner(flatten_state_dict=False),
     )
     with dcp_rs.open(ckpt) as checkpoint:
         assert checkpoint["d"] == {"x": 1}
@@ -87,7 +89,7 @@ def test_globs_of_a_generator_choose_the_same_in_each_save(ckpt, by):
         if by == "torch":
             dcp.save(state, storage_writer=RsWriter(ckpt), planner=planner, no_dist=True)
         else:
-            dcp_rs.save(state, ckpt, planner=planner)
+            dcp.save(state, storage_writer=RsWriter(ckpt), planner=planner)
         assert list(dcp_rs.open(ckpt).keys()) == ["w"]
 
 
@@ -234,11 +236,11 @@ class Renaming(RsSavePlanner):
 
 
 def test_subclasses_get_items_where_they_ask_for_them(ckpt):
-    dcp_rs.save({"w": torch.ones(2)}, ckpt, planner=Doubling())
+    dcp.save({"w": torch.ones(2)}, storage_writer=RsWriter(ckpt), planner=Doubling())
     assert dcp_rs.open(ckpt)["w"].tolist() == [2, 2]
-    dcp_rs.save({"w": torch.ones(2), "x": 1}, ckpt, planner=Counting())
+    dcp.save({"w": torch.ones(2), "x": 1}, storage_writer=RsWriter(ckpt), planner=Counting())
     assert Counting.seen == 2
-    dcp_rs.save({"w": torch.ones(2)}, ckpt, planner=Renaming())
+    dcp.save({"w": torch.ones(2)}, storage_writer=RsWriter(ckpt), planner=Renaming())
     assert list(dcp_rs.open(ckpt).keys()) == ["x_w"]
 
 
@@ -254,7 +256,7 @@ class Reordered(DefaultSavePlanner):
 def test_a_planner_with_other_parameters_is_set_up_as_by_torch(ckpt):
     """Arguments went by position: it got the wrong ones."""
     planner = Reordered()
-    dcp_rs.save({"w": torch.ones(2)}, ckpt, planner=planner)
+    dcp.save({"w": torch.ones(2)}, storage_writer=RsWriter(ckpt), planner=planner)
     assert planner.seen is True
     assert list(dcp_rs.open(ckpt).keys()) == ["w"]
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner, RsSavePlanner
+from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs.errors import PlanError
 from support import assert_state_equal, rank_outcomes, run_ranks
 from support.layouts import layouts
@@ -19,7 +19,7 @@ def save_both_ways(path):
     metadata = dcp_rs.save(state, path / "ours")
     dcp.save(layouts(), storage_writer=dcp.FileSystemWriter(path / "stock"))
     ours, stock = layouts(seed=1), layouts(seed=2)
-    dcp_rs.load(ours, path / "ours", verify=True, planner=RsLoadPlanner())
+    dcp_rs.load(ours, path / "ours", verify=True)
     dcp.load(stock, storage_reader=dcp.FileSystemReader(path / "stock"))
     assert_state_equal(ours, stock)
     return len(metadata.state_dict_metadata), metadata.storage_meta.checkpoint_id
@@ -33,7 +33,11 @@ def test_ranks_restore_what_torchs_planner_would(tmp_path, size):
 
 def save_replicas(path, lowest):
     state = {f"w{i}": torch.full((1000 * (i + 1),), float(i)) for i in range(16)}
-    dcp_rs.save(state, path, planner=RsSavePlanner(dedup_save_to_lowest_rank=lowest))
+    dcp.save(
+        state,
+        storage_writer=RsWriter(path),
+        planner=RsSavePlanner(dedup_save_to_lowest_rank=lowest),
+    )
 
 
 def test_replicas_are_saved_once_and_balanced_by_bytes(tmp_path):

@@ -1,5 +1,6 @@
 """torch's async_save with our writer."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,10 +12,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_rs
-from dcp_rs import RsWriter
+from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs.errors import PlanError
 from support import assert_state_equal, run_ranks
-from support.faults import FailingSavePlanner, Slow
+from support.faults import FailingSavePlanner
 from support.layouts import sharded_state
 from support.places import data_files
 
@@ -25,6 +26,19 @@ def test_saves_of_one_writer_right_after_each_other(ckpt):
         dcp.async_save({"w": torch.full((100,), value)}, storage_writer=writer).result(60)
     dcp.async_save({"w": torch.full((100,), 5.0)}, storage_writer=RsWriter(ckpt)).result(60)
     assert dcp_rs.open(ckpt)["w"][0] == 5
+
+
+class Slow(RsSavePlanner):
+    """Waits for a word before it plans."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        self.begun.set()
+        self.go.wait(60)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
 def test_last_commit_to_a_path_wins(ckpt):

@@ -33,7 +33,7 @@ def test_two_values_for_one_tensor_are_warned_of(tmp_path, save, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if dtype == torch.float32:
-            dcp_rs.load(state, tmp_path, planner=dcp_rs.RsLoadPlanner(exclude="lm_head"))
+            dcp_rs.load(state, tmp_path, exclude="lm_head")
             assert torch.equal(state["embed"], EMBED)
 
 

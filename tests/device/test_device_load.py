@@ -179,7 +179,7 @@ def test_a_load_to_other_dtypes(ckpt, sim, device):
         name: torch.zeros(t.shape, dtype=torch.bfloat16, device=device) for name, t in want.items()
     }
     sim.delay = 500
-    dcp_rs.load(got, ckpt, planner=dcp_rs.RsLoadPlanner(dtype_policy="cast"))
+    dcp_rs.load(got, ckpt, dtype_policy="cast")
     assert_state_equal(host(got), {name: t.bfloat16() for name, t in want.items()})
 
 

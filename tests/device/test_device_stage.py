@@ -17,7 +17,6 @@ from dcp_rs.transfer.buffers import shared_blocks
 from dcp_rs.transfer.copy_stream import copy_stream_for
 from dcp_rs.transfer.stage import Staging, stage
 from support import assert_state_equal
-from support.faults import Slow
 
 MIB = 1 << 20
 
@@ -324,18 +323,16 @@ def test_a_refused_pin_leaves_no_error_to_the_next_kernel(sim, device, monkeypat
 # --- saves
 
 
-def test_async_saves_that_queue(tmp_path, sim, device):
-    planner = Slow()
+def test_async_saves_that_queue(tmp_path, sim, device, held_saves):
     weights = {f"w{i}": torch.empty(200, 300, device=device) for i in range(20)}
     futures = []
     sim.delay = 300
     for seed in range(4):
         for tensor in weights.values():
             tensor.fill_(seed)
-        options = {"planner": planner} if seed == 0 else {}
         if seed == 1:
-            threading.Timer(0.1, planner.go.set).start()
-        futures.append(dcp_rs.async_save(weights, tmp_path / str(seed), max_copies=1, **options))
+            threading.Timer(0.1, held_saves.go.set).start()
+        futures.append(dcp_rs.async_save(weights, tmp_path / str(seed), max_copies=1))
     for seed, future in enumerate(futures):
         future.result(60)
         with dcp_rs.open(tmp_path / str(seed), verify=True) as saved:

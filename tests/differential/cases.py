@@ -79,7 +79,7 @@ class Save:
 
     Attributes:
         ranks: who saves.
-        through: ``"dcp"`` (torch's function, our writer) or ``"dcp_rs"``.
+        through: ``"dcp"`` (torch's function, our writer) or ``"dcp_rs"``, which takes no planner.
         hook: name of a body of ``bodies.SAVES``, and how it gets into the planner; None: the
             planner as it is.
         planner: ``"ours"`` or ``"torch"``.

@@ -256,11 +256,11 @@ def save_step(save: Save, state: Any, folder: Path, seed: int) -> list[Result]:
             stock = result.who == "stock"
             made = _Builder(save.ranks, seed=seed + time).build(state)
             planner, path = _planner(save, stock=stock), folder / result.who
-            if stock or save.through == "dcp":
+            if stock or save.through == "dcp" or save.hook or save.options:
                 writer = dcp.FileSystemWriter(path) if stock else RsWriter(path, fsync=False)
                 _attempt(result, lambda: dcp.save(made, storage_writer=writer, planner=planner))  # noqa: B023
             else:
-                _attempt(result, lambda: dcp_rs.save(made, path, planner=planner, fsync=False))  # noqa: B023
+                _attempt(result, lambda: dcp_rs.save(made, path, fsync=False))  # noqa: B023
             dist.barrier()
     return results
 
@@ -268,6 +268,7 @@ def save_step(save: Save, state: Any, folder: Path, seed: int) -> list[Result]:
 def load_step(load: Load, state: Any, folder: Path, has_ours: bool) -> list[Result]:
     """Loads stock's folder with stock, and both folders with ours, and compares."""
     torch.set_num_threads(1)
+    own = load.through == "dcp_rs" and load.hook is None
     want: Any = None
     results = []
     for who, path in (("stock", "stock"), ("ours", "ours"), ("ours of stock's", "stock")):
@@ -284,14 +285,14 @@ def load_step(load: Load, state: Any, folder: Path, has_ours: bool) -> list[Resu
         if who == "stock":
             reader: Any = dcp.FileSystemReader(folder / path)
             _attempt(result, lambda: dcp.load(made, storage_reader=reader, planner=planner))  # noqa: B023
-        elif load.through == "dcp":
+        elif not own:
             reader = RsReader(folder / path, **load.reader)
             _attempt(result, lambda: dcp.load(made, storage_reader=reader, planner=planner))  # noqa: B023
         else:
-            call = partial(dcp_rs.load, made, folder / path, planner=planner, **load.reader)
+            call = partial(dcp_rs.load, made, folder / path, **load.options, **load.reader)
             _attempt(result, call)
         got = {
-            "state": _comparable(made, as_text=load.through == "dcp_rs" or load.planner == "ours"),
+            "state": _comparable(made, as_text=own or load.planner == "ours"),
             "seen": vars(inner(planner)).get("seen"),
             "values": _values(planner),
         }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dcp_rs
-from dcp_rs import RsSavePlanner
+from dcp_rs.engine import save as engine_save
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -99,30 +99,34 @@ def test_training_state_is_saved_and_resumed(root):
     assert torch.equal(moments, optimizer.state_dict()["state"][0]["exp_avg"])
 
 
-class Meanwhile(RsSavePlanner):
-    """Does something after this save began, and before it writes."""
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """What happens after a save began, and before it writes: functions for the next saves."""
+    happens, real = [], engine_save.write_files
 
-    def __init__(self, does):
-        super().__init__()
-        self._does = does
+    def write(*arguments, **options):
+        if happens:
+            happens.pop(0)()
+        return real(*arguments, **options)
 
-    def finish_plan(self, plan):
-        self._does()
-        return super().finish_plan(plan)
+    monkeypatch.setattr(engine_save, "write_files", write)
+    return happens
 
 
-def test_max_bytes_makes_room_before_a_save(root):
+def test_max_bytes_makes_room_before_a_save(root, meanwhile):
     seen = []
     with root.manager() as manager:
         for step in (1, 2, 3):
             manager.save(step, state_of(step))
         one = manager.steps()[0].nbytes
     with root.manager(max_bytes=3 * one + one // 2) as manager:
-        manager.save(4, state_of(4), planner=Meanwhile(lambda: seen.append(numbers(manager))))
+        meanwhile.append(lambda: seen.append(numbers(manager)))
+        manager.save(4, state_of(4))
         assert seen == [[2, 3]]
         assert numbers(manager) == [2, 3, 4]
     with root.manager(max_bytes=1) as manager:
-        manager.save(5, state_of(5), planner=Meanwhile(lambda: seen.append(numbers(manager))))
+        meanwhile.append(lambda: seen.append(numbers(manager)))
+        manager.save(5, state_of(5))
         assert seen == [[2, 3], [4]]  # never the latest, before the new one is there
         assert numbers(manager) == [5]
 
@@ -173,13 +177,14 @@ def test_damage_that_only_reading_finds_is_skipped(root):
 # --- another run
 
 
-def test_save_of_a_job_that_was_taken_over_is_not_committed(root):
+def test_save_of_a_job_that_was_taken_over_is_not_committed(root, meanwhile):
     """A job that was stopped, and woke up, committed its step into the run of the next one."""
     with root.manager() as old, root.manager() as new:
         old.save(1, state_of(1))
         taken = rf"was taken over by process {os.getpid()} on '.*' since 20"
+        meanwhile.append(lambda: loaded(new))
         with pytest.raises(RunTakenOverError, match=taken) as raised:
-            old.save(2, state_of(-1), planner=Meanwhile(lambda: loaded(new)))
+            old.save(2, state_of(-1))
         assert raised.value.path == root.url
         assert new.resumed == 1
         assert numbers(new) == [1]

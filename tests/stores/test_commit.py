@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_rs
-from dcp_rs import RsSavePlanner, RsWriter
+from dcp_rs import RsWriter
 from dcp_rs._url import StorageOptions, Url
 from dcp_rs.engine.destination import Destination, commit_outcome
 from dcp_rs.errors import (
@@ -195,16 +195,19 @@ def test_a_second_interrupt_hides_nothing():
     assert commit_outcome(KeyboardInterrupt()) is None
 
 
-class Refusing(RsSavePlanner):
-    def create_local_plan(self):
+class Refusing:
+    def state_dict(self):
         raise ValueError("not this one")
+
+    def load_state_dict(self, state):
+        """Do nothing."""
 
 
 def save_in_handler(path):
     try:
         raise_unclear()
     except StorageUnclearError:
-        dcp_rs.save(small_state(), path, planner=Refusing(), no_dist=True)
+        dcp_rs.save({"refusing": Refusing()}, path, no_dist=True)
 
 
 def raise_unclear():

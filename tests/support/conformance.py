@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from dcp_rs import _core
 from dcp_rs.api import save
 from dcp_rs.checkpoint.index import index
+from dcp_rs.dcp.writer import RsWriter
 from support.oracle import raw_bytes, state_differences
 from support.states import dtypes_state, random_tensor, shapes_state, strange_names_state
 
@@ -168,7 +170,8 @@ def _cut(width: int) -> Callable[[Path], dict[str, Any]]:
             for rows, width in ((4, 4), (5, 3), (1, 7))
         }
         state["short"] = random_tensor((5, 4), torch.int16)
-        save(dict(state), path, planner=_Cut(width), no_dist=True, fsync=False)
+        writer = RsWriter(path, fsync=False)
+        dcp.save(dict(state), storage_writer=writer, planner=_Cut(width), no_dist=True)
         return state
 
     return write

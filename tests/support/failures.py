@@ -1,9 +1,11 @@
 """Reads of a checkpoint that may be damaged: each ends in a typed error, or in what was saved."""
 
+import contextlib
 import pickle
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_rs
 from dcp_rs.errors import DcpRsError
@@ -59,6 +61,15 @@ def failure(kind, function, *args, **kwargs):
     assert str(copy) == str(error)
     assert "panick" not in str(error)
     return error
+
+
+@contextlib.contextmanager
+def without_torchs_collection():
+    """Raise the error of the first rank that failed in place of torch's ``CheckpointException``."""
+    try:
+        yield
+    except CheckpointException as collected:
+        raise collected.failures[min(collected.failures)][0] from None
 
 
 def data_file(path):

@@ -1,4 +1,4 @@
-"""Failures of one rank, step by step, a planner that waits for a test, and a watch over ranks that wait."""
+"""Failures of one rank, step by step, and a watch over ranks that wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dcp_rs import RsLoadPlanner, RsSavePlanner
+from dcp_rs import RsSavePlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,7 +38,10 @@ def fail(kind: str, where: str) -> None:
 
 
 def die_in(function: Callable[..., Any], call: int) -> None:
-    """Kills this process at the beginning of the given call of a Python function, counted from 1, in this thread."""
+    """Kills this process at the beginning of the given call of a Python function, counted from 1.
+
+    In this thread, and in those that begin later.
+    """
     calls = 0
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
@@ -48,6 +51,7 @@ def die_in(function: Callable[..., Any], call: int) -> None:
             if calls == call:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    threading.setprofile(profile)
     sys.setprofile(profile)
 
 
@@ -68,38 +72,6 @@ class Breaks:
         self.value = state["value"]
 
 
-class _PlannerBreaks:
-    """Fails in one of the methods of a planner."""
-
-    def __init__(self, where: str | None, kind: str = "exception") -> None:
-        super().__init__()
-        self.where, self.kind = where, kind
-
-    def _maybe(self, where: str) -> None:
-        if self.where == where:
-            fail(self.kind, where)
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        self._maybe("set_up_planner")
-        super().set_up_planner(*args, **kwargs)  # type: ignore[misc]
-
-    def create_global_plan(self, plans: Any) -> Any:
-        self._maybe("create_global_plan")
-        return super().create_global_plan(plans)  # type: ignore[misc]
-
-    def finish_plan(self, plan: Any) -> Any:
-        self._maybe("finish_plan")
-        return super().finish_plan(plan)  # type: ignore[misc]
-
-
-class LoadBreaks(_PlannerBreaks, RsLoadPlanner):
-    """A load planner that does."""
-
-
-class SaveBreaks(_PlannerBreaks, RsSavePlanner):
-    """A save planner that does."""
-
-
 class FailingSavePlanner(RsSavePlanner):
     """Fails in any one of its methods, which is the object's own."""
 
@@ -109,21 +81,6 @@ class FailingSavePlanner(RsSavePlanner):
 
     def _fail(self, *args: Any, storage_meta: Any = None, **kwargs: Any) -> None:
         raise ArithmeticError("as meant")
-
-
-class Slow(RsSavePlanner):
-    """Waits for a word before it plans."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun, self.go = threading.Event(), threading.Event()
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        self.begun.set()
-        self.go.wait(60)
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
 @contextmanager

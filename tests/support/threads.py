@@ -9,24 +9,37 @@ from pathlib import Path
 import pytest
 
 from dcp_rs.engine import background
-from dcp_rs.engine.reports import SavedMetadata
 from dcp_rs.transfer.stage import Staging
 
 
+class HeldSaves:
+    """Saves in the background that wait, as if an earlier one still wrote.
+
+    Attributes:
+        begun: set once the thread of the saves has taken one.
+        go: set it to let them all go on.
+    """
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+
 @contextlib.contextmanager
-def saves_held_up() -> Iterator[threading.Event]:
-    """Let no save in the background begin, as if an earlier one still wrote."""
-    go = threading.Event()
+def saves_held_up() -> Iterator[HeldSaves]:
+    """Let no save in the background begin."""
+    held, run = HeldSaves(), background._Job.run
 
-    def wait(_: object) -> SavedMetadata:
-        go.wait(60)
-        return SavedMetadata({})
+    def wait(job: background._Job) -> None:
+        held.begun.set()
+        held.go.wait(60)
+        run(job)
 
-    background.saves._put(background._Job("held up", wait))
-    try:
-        yield go
-    finally:
-        go.set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background._Job, "run", wait)
+        try:
+            yield held
+        finally:
+            held.go.set()
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def test_a_tied_model_loads(one_name):
     model, want = Model(), Model(seed=1)
     planner = RsLoadPlanner()
     state = model.state_dict()
-    dcp_rs.load(state, one_name, planner=planner)
+    dcp_rs.load_state_dict(state, RsReader(one_name), planner=planner)
     assert_state_equal(dict(model.state_dict()), dict(want.state_dict()))
     held, other = (HEAD, EMBED) if one_name.name == "safetensors" else (EMBED, HEAD)
     assert planner.report.tied == {other: held}
@@ -72,7 +72,7 @@ def test_replaced_tensors_stay_tied(one_name, read_items):
         with torch.device(device):
             state = Model().state_dict()
         planner = (Items if read_items else RsLoadPlanner)(dtype=torch.bfloat16, assign=True)
-        dcp_rs.load(state, one_name, planner=planner)
+        dcp_rs.load_state_dict(state, RsReader(one_name), planner=planner)
         assert_state_equal(dict(state), want)
         assert state[HEAD].data_ptr() == state[EMBED].data_ptr()
 
@@ -84,18 +84,16 @@ def test_only_the_same_memory_counts(tmp_path):
         with pytest.raises(PlanError, match="has no 'x'"):
             dcp_rs.load({"w": weight, "x": view}, tmp_path)
         planner = RsLoadPlanner(allow_partial_load=True)
-        dcp_rs.load({"w": weight, "x": view}, tmp_path, planner=planner)
+        dcp_rs.load_state_dict({"w": weight, "x": view}, RsReader(tmp_path), planner=planner)
         assert planner.report.missing == ["x"]
         assert planner.report.tied == {}
     with pytest.raises(PlanError, match="has no 'x'"):  # what is there is not wanted
-        dcp_rs.load(
-            {"w": weight, "x": weight, "other": torch.zeros(6, 6)},
-            tmp_path,
-            planner=RsLoadPlanner(exclude="w"),
-        )
+        dcp_rs.load({"w": weight, "x": weight, "other": torch.zeros(6, 6)}, tmp_path, exclude="w")
     small = torch.zeros(5, 6)
     planner = RsLoadPlanner(allow_partial_load=True)
-    dcp_rs.load({"w": small, "x": small, "other": weight, "y": weight}, tmp_path, planner=planner)
+    dcp_rs.load_state_dict(
+        {"w": small, "x": small, "other": weight, "y": weight}, RsReader(tmp_path), planner=planner
+    )
     assert planner.report.missing == ["x"]
     assert planner.report.tied == {"y": "other"}
 

@@ -93,7 +93,7 @@ def test_wrappers_are_filled_as_by_stock(tmp_path):
         load(state)
         assert_state_equal(inner(state), want)
     state = fresh()
-    dcp_rs.load(state, tmp_path, planner=RsLoadPlanner(dtype_policy="cast"), max_inflight_bytes=1)
+    dcp_rs.load(state, tmp_path, dtype_policy="cast", max_inflight_bytes=1)
     assert_state_equal(inner(state), want)
 
 
@@ -166,7 +166,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused(tmp_path):
     freed.untyped_storage().resize_(0)
     for tensor in (freed, freed.view(torch.int32)):
         with pytest.raises(PlanError, match=r"w.*its storage (was|has been) freed"):
-            dcp_rs.load({"w": tensor}, tmp_path, planner=RsLoadPlanner(dtype_policy="cast"))
+            dcp_rs.load({"w": tensor}, tmp_path, dtype_policy="cast")
 
 
 def test_a_folder_of_torch_that_holds_a_wrapper_is_saved_anew(tmp_path):

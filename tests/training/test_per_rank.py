@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_rs import CheckpointManager, RsLoadPlanner
+from dcp_rs import CheckpointManager
 from dcp_rs.errors import PlanError
 from dcp_rs.optim import PerRank, RngState, load_training_state, save_training_state, training_state
 from support import run_ranks
@@ -175,6 +175,6 @@ def test_what_was_not_found_is_in_the_report(saved, tmp_path):
         manager.save(1, training_state(model(), (), {"loader": PerRank(Loader(), key=0)}))
         manager.load_training_state(model(), **options)
         assert manager.report.missing == ["extra.loader.key4"]
-        manager.load(model().state_dict(), planner=RsLoadPlanner(rename={"model": ""}))
+        manager.load(model().state_dict(), rename={"model": ""})
         assert manager.report.missing == []
     assert loader.at == 5

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 
 import dcp_rs
+from dcp_rs import RsWriter
 from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
 from support import assert_state_equal, run_ranks
 from support.training import fsdp2, quiet
@@ -76,7 +77,9 @@ def native(path, model, optimizer):
 
 def native_under_torchs_planner(path, model, optimizer):
     planner = dcp.DefaultSavePlanner()
-    dcp_rs.save(state_of(model, optimizer), path, planner=planner, fsync=False)
+    dcp.save(
+        state_of(model, optimizer), storage_writer=RsWriter(path, fsync=False), planner=planner
+    )
 
 
 def stock(path, model, optimizer):

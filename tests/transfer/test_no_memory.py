@@ -25,8 +25,8 @@ def saved(ckpt):
 def test_a_load_that_needs_memory_is_refused(saved, fake):
     state = {"w": torch.zeros(3, 4, dtype=torch.float64)}
     with fake, pytest.raises(UnsupportedError, match=r"no memory.*FakeTensorMode"):
-        dcp_rs.load(state, saved, planner=dcp_rs.RsLoadPlanner(dtype_policy="cast"))
-    dcp_rs.load(state, saved, planner=dcp_rs.RsLoadPlanner(dtype_policy="cast"))
+        dcp_rs.load(state, saved, dtype_policy="cast")
+    dcp_rs.load(state, saved, dtype_policy="cast")
     assert torch.equal(state["w"], WIDE.double())
 
 

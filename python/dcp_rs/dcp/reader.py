@@ -132,13 +132,6 @@ class RsReader(StorageReader):
         self._sample: _core.Sample | None = None  # of what this rank reads
         self._clock = Phases()
 
-    @classmethod
-    def _of(cls, source: LoadSource) -> RsReader:
-        """Return a reader of a source whose options are checked."""
-        reader = cls(source.path)
-        reader._source = source
-        return reader
-
     @property
     def path(self) -> os.PathLike[str]:
         """The path."""
@@ -234,7 +227,7 @@ class RsReader(StorageReader):
         if source.replicas != "each":
             warn_caller(
                 "replicas= has no effect under dcp.load, or with a planner of your own, as these "
-                "name each item: use dcp_rs.load() or dcp_rs.load_state_dict() without one"
+                "name each item: use dcp_rs.load()"
             )
         index, clock = self._open_once(), self._clock
         clock.end("plan")

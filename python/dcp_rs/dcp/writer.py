@@ -9,8 +9,7 @@ import os
 import sys
 import uuid
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -35,13 +34,11 @@ from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.folders import rank_index_name, warn_of_foreign_model
 from dcp_rs.engine.destination import Destination
-from dcp_rs.engine.load import call_state_dicts
 from dcp_rs.engine.local_plan import Writes, check_complete
 from dcp_rs.engine.metadata import tensor_flags
-from dcp_rs.engine.ranks import RankGroup, has_group, job_size
-from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
+from dcp_rs.engine.ranks import has_group, job_size
+from dcp_rs.engine.reports import Phases, SaveReport
 from dcp_rs.engine.save import (
-    MIXED_PLANNERS,
     SaveOptions,
     SaveTicket,
     WrittenFiles,
@@ -158,13 +155,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._is_coordinator: bool
         self._clock: Phases
         self._generation: int  # the coordinator knows it
-
-    @classmethod
-    def _of(cls, path: StrPath, options: SaveOptions) -> RsWriter:
-        """Return a writer with options that are checked."""
-        writer = cls(path)
-        writer._options, writer.save_id = options, str(options.save_id)
-        return writer
 
     def __repr__(self) -> str:
         options, parent = self._options, self._options.parent
@@ -368,75 +358,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Return true if the id can be a path of the file system, or a URL to save to."""
         scheme, is_url, _ = os.fspath(checkpoint_id).partition("://")
         return not is_url or scheme.lower() in ("file", "s3", "gs", "az")
-
-
-def save_by_planner(
-    ranks: RankGroup,
-    planner: SavePlanner,
-    make_arguments: Callable[[], tuple[dict[Any, Any], Path, SaveOptions]],
-) -> SavedMetadata:
-    """Save on all ranks with a planner of the user's, which is called as torch calls it.
-
-    ``dcp.save`` itself would fail with an error of gloo, or wait, if a rank is lost or if an error
-    of the planner does not unpickle.
-
-    Args:
-        ranks: the ranks that save.
-        planner: the planner of this rank.
-        make_arguments: returns the state dict, the path and the options of this rank. It is called
-            in the first step, so that its error is raised on all ranks.
-
-    Raises:
-        Exception: the error of this rank, or of the first rank that failed.
-        RankLostError: a rank is gone.
-    """
-    writer: RsWriter | None = None
-    metadata: Metadata
-
-    def plan_own() -> SavePlan:
-        nonlocal writer
-        given, path, options = make_arguments()
-        called, _ = call_state_dicts(given)
-        writer = RsWriter._of(path, options)
-        planner.set_up_planner(
-            state_dict={key: called[key] for key in given},  # in the order of the user
-            storage_meta=writer.storage_meta(),
-            is_coordinator=ranks.is_coordinator,
-        )
-        writer.set_up_storage_writer(ranks.is_coordinator)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata
-        assert writer is not None  # noqa: S101  # of the step before
-        if not all(isinstance(plan, SavePlan) for plan in plans):
-            raise PlanError(MIXED_PLANNERS, path=writer.path)
-        plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
-
-    def write() -> list[WriteResult]:
-        assert writer is not None  # noqa: S101  # as above
-        return writer.write_data(planner.finish_plan(plan), planner).wait()
-
-    def commit(results: list[list[WriteResult]]) -> Metadata:
-        assert writer is not None  # noqa: S101  # as above
-        writer.finish(metadata, results)
-        return metadata
-
-    try:
-        plan = ranks.reduce_scatter(plan_own, plan_all)
-        saved = ranks.all_reduce(write, commit)
-    except BaseException:
-        # Without failures that all ranks know of, another rank may still commit.
-        if writer is not None and ranks.failures and not ranks.may_be_committed:
-            writer._discard()
-        raise
-    finally:
-        if writer is not None:
-            writer.close()
-    assert writer is not None  # noqa: S101  # as above
-    given = {known.name: getattr(saved, known.name) for known in dataclasses.fields(Metadata)}
-    return SavedMetadata(**given, report=writer.report)
 
 
 # --- items ----------------------------------------------------------------------------------------

@@ -46,11 +46,6 @@ T = TypeVar("T")
 
 #: Attempts of a load whose checkpoint is replaced by another save while it reads.
 _TRIES = 10
-#: Message if some ranks plan here, and others with a planner or reader of their own class.
-MIXED_PLANNERS = (
-    "some ranks load with a planner or a reader of their own class, and others without: "
-    "give all ranks the same kind"
-)
 
 
 def load(
@@ -444,10 +439,7 @@ def compare(summaries: list[_PlanSummary]) -> list[cache_sharing.CommonReads | N
         PlanError: the ranks do not load in the same way; or no rank has anything to load, though
             there are entries.
     """
-    plans = [summary for summary in summaries if isinstance(summary, _PlanSummary)]
-    path = plans[0].path  # the coordinator's, at least
-    if len(plans) < len(summaries):
-        raise PlanError(MIXED_PLANNERS, path=path)
+    path = summaries[0].path
     if len(replicas := {summary.replicas for summary in summaries}) > 1:
         msg = f"the ranks give replicas= different values: {sorted(replicas)}"
         raise PlanError(msg, path=path)

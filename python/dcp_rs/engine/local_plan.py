@@ -18,7 +18,7 @@ from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import NAMES, REQUIRES_GRAD, can_require_grad, cast_to, is_counter
 from dcp_rs.tensors.flatten import flatten, holds_sharded
 from dcp_rs.tensors.memory import check_has_shape, has_shape, why_not_raw
-from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining, storable
+from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining, storable
 from dcp_rs.tensors.shards import ShardCache, global_shape, local_pieces
 from dcp_rs.transfer.save import Entry, dump, refuse_meta
 
@@ -214,11 +214,6 @@ class Selected:
     containers: list[Container]
     text_keys: dict[str, Any] = field(default_factory=dict)
     nothing_to_save: str | None = None
-
-    def nested(self) -> dict[Any, Any]:
-        """Return the state dict of the entries."""
-        leaves = ((None, self.paths[name], value) for name, value in self.values.items())
-        return nest(leaves, self.containers)
 
     def check_keys(self, *, strict: bool) -> None:
         """Warn of keys that load as text.

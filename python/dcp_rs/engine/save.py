@@ -32,12 +32,6 @@ from dcp_rs.options import Globs, WriteOptions, check_function, check_switch, sp
 from dcp_rs.tensors.dtypes import NAMES, parse_dtype
 from dcp_rs.transfer.save import turns, write_entries
 
-#: Message for ranks of which some plan here, and others as torch does.
-MIXED_PLANNERS = (
-    "some ranks save with a planner of their own class, and others without: "
-    "give all ranks the same kind"
-)
-
 
 def save(  # one function to read from top to bottom
     ranks: RankGroup, make_request: Callable[[], SaveRequest]
@@ -83,8 +77,6 @@ def save(  # one function to read from top to bottom
 
     def assign(requests: list[bytes]) -> list[tuple[bytes, SaveTicket]]:
         nonlocal items
-        if not all(isinstance(each, bytes) for each in requests):
-            raise PlanError(MIXED_PLANNERS, path=to.path)
         keeps, items, _ = _core.assign_saves(requests)
         if items == 0 and request.entries.nothing_to_save is not None:
             raise PlanError(request.entries.nothing_to_save, path=to.path)

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, Unpack
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_rs import api, optim
 from dcp_rs._arguments import check_arguments, no_attribute, suggest_option
@@ -35,6 +34,7 @@ from dcp_rs.errors import (
 from dcp_rs.options import (
     Globs,
     LoadArguments,
+    SelectArguments,
     TrainingArguments,
     WriteArguments,
     WriteOptions,
@@ -453,9 +453,9 @@ class CheckpointManager:
         *,
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
-        planner: SavePlanner | None = None,
         extra_files: ExtraFiles | None = None,
         process_group: dist.ProcessGroup | None = None,
+        **select_options: Unpack[SelectArguments],
     ) -> SavedMetadata | None:
         """Save a step. Then remove the steps that the policies do not keep.
 
@@ -465,10 +465,10 @@ class CheckpointManager:
             metrics: numbers to store with the step. Those of the first rank count.
             force: replace a whole checkpoint of this step, which stays until the new one is whole.
                 A damaged or unfinished checkpoint is always replaced.
-            planner: as for :func:`dcp_rs.save`.
             extra_files: files for the folder of the step, such as a tokenizer: bytes, or the path
                 of a file, by name. Those of the first rank count. They are removed with the step.
                 Files of a step that ``force`` replaces go once the new one is whole.
+            include, exclude, dtype: as for :func:`dcp_rs.save`.
             process_group: the ranks that make this call. Pass a new group whenever ranks come or
                 go, and a group to each call from then on. If a save in the background began in the
                 group before, the call first waits for its end. If it lost a rank, a warning says
@@ -495,6 +495,7 @@ class CheckpointManager:
                 manager.save(3, {"model": model}, metrics={"loss": 0.25})
             ```
         """
+        check_arguments(CheckpointManager.save, select_options)
         number = step_number(step)
         self._meet(process_group)
         self._settle()
@@ -502,7 +503,7 @@ class CheckpointManager:
         with self._may_fail(number):
             path, options, committed = self._begin(number, metrics, extra_files, force=force)
             with self._explaining():
-                metadata = api.save(state_dict, path, planner=planner, **options)
+                metadata = api.save(state_dict, path, **options, **select_options)
                 if self._nodes is not None:
                     committed(self._ranks.saving_ranks())
             self._done = number
@@ -523,10 +524,10 @@ class CheckpointManager:
         *,
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
-        planner: SavePlanner | None = None,
         async_staging: bool = False,
         extra_files: ExtraFiles | None = None,
         process_group: dist.ProcessGroup | None = None,
+        **select_options: Unpack[SelectArguments],
     ) -> SaveFuture:
         """Save a step in the background, after the save before it.
 
@@ -534,8 +535,8 @@ class CheckpointManager:
         done.
 
         Args:
-            step, state_dict, metrics, force, planner, extra_files, process_group: as for
-                :meth:`save`.
+            step, state_dict, metrics, force, extra_files, process_group: as for :meth:`save`.
+            include, exclude, dtype: as for :func:`dcp_rs.save`.
             async_staging: as for :func:`dcp_rs.async_save`.
 
         Returns:
@@ -553,13 +554,15 @@ class CheckpointManager:
                 model(torch.ones(2)).sum().backward()  # training goes on
             ```
         """
+        check_arguments(CheckpointManager.async_save, select_options)
         number = step_number(step)
         self._meet(process_group)
         self._settle()
         begun = failed = SaveFuture()
         with self._may_fail(number, failed):
             path, options, committed = self._begin(number, metrics, extra_files, force=force)
-            options |= {"planner": planner, "async_staging": async_staging}
+            options |= select_options
+            options["async_staging"] = async_staging
             self._done = number
             begun = self._ranks.save(state_dict, path, committed, **options)
         return begun  # noqa: RET504  # the context may have ended the call
@@ -657,7 +660,6 @@ class CheckpointManager:
         state_dict: dict[str, Any],
         step: SupportsIndex | None = None,
         *,
-        planner: LoadPlanner | None = None,
         take_over: bool = True,
         process_group: dist.ProcessGroup | None = None,
         **read_options: Unpack[LoadArguments],
@@ -670,7 +672,7 @@ class CheckpointManager:
                 the step before is loaded (``verify=True`` reads every byte). Steps that were not
                 loaded are in ``passed_over``, and a warning names them. A step that only lost its
                 index gets it back, with a warning.
-            planner, rename, include, exclude, dtype, device: as for :func:`dcp_rs.load`.
+            rename, include, exclude, dtype, device: as for :func:`dcp_rs.load`.
             allow_partial_load, assign, dtype_policy: as for :func:`dcp_rs.load`.
             io, threads, verify, shared, max_inflight_bytes, weights_only: as for
                 :func:`dcp_rs.load`.
@@ -712,7 +714,7 @@ class CheckpointManager:
 
         self._meet(process_group)
         load = partial(api.load, state_dict)
-        return self._load(step, load, check, take_over=take_over, planner=planner, **read_options)
+        return self._load(step, load, check, take_over=take_over, **read_options)
 
     @suggest_option
     def load_training_state(
@@ -786,11 +788,7 @@ class CheckpointManager:
         options = {**self._ranks.options, **options}
         # Each attempt iterates over globs and views.
         options = {name: repeatable(value) for name, value in options.items()}
-        is_partial = bool(
-            options.get("allow_partial_load")
-            or options.get("partial")
-            or getattr(options.get("planner"), "allow_partial_load", False)
-        )
+        is_partial = bool(options.get("allow_partial_load") or options.get("partial"))
 
         def attempt(choice: Choice) -> str | None:
             assert choice.step is not None  # noqa: S101  # there is a step
