@@ -5,11 +5,10 @@ import torch
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import dcp_rs
 from support import assert_state_equal, blank
-from support.both import load_stock, save_stock
+from support.both import load_rs, load_stock, save_rs, save_stock
 from support.strategies import state_dicts
 
 
@@ -63,9 +62,10 @@ def test_random_states_come_back_as_through_stock_dcp(tmp_path_factory, planners
     except (CheckpointException, ValueError):  # two paths of one name, above all
         reject()
     limits = {"max_inflight_bytes": 1} if small else {}
-    save, load = {}, {}
     if planners == "stock":
-        save, load = {"planner": DefaultSavePlanner()}, {"planner": DefaultLoadPlanner()}
-    dcp_rs.save(dict(state), path / "ours", fsync=False, **save, **limits)
-    dcp_rs.load(ours, path / "ours", **load, **limits)
+        save_rs(state, path / "ours", fsync=False, **limits)
+        load_rs(ours, path / "ours", **limits)
+    else:
+        dcp_rs.save(dict(state), path / "ours", fsync=False, **limits)
+        dcp_rs.load(ours, path / "ours", **limits)
     assert_state_equal(ours, in_place(stock, _NOTHING, state) if planners == "ours" else stock)

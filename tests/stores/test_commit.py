@@ -409,7 +409,7 @@ def test_files_of_all_ranks_are_given_up_at_once(server):
     mark = len(server.requests)
     server.faults.append(Fault(reset=True, times=None))
     with pytest.warns(UserWarning, match="for dcp_rs.clean to remove") as warned:
-        to.give_up(None, [written] * 8, OSError())
+        to.give_up([written] * 8, OSError())
     assert len(warned) == 1
     assert len(server.requests) == mark + 1
 
