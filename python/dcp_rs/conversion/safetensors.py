@@ -91,24 +91,18 @@ def _why_not(task: Task) -> str | None:
 
 def write(job: Job, result: Path) -> None:
     """Write one file, or a folder of several files and their index."""
-    if job.request.as_file:
-        folder, runs, names = result.parent, [job.tasks], [result.name]
-    else:
-        folder, stem = result, job.request.name
+    folder = result.parent if job.request.as_file else result
+    if not job.request.as_file:
         folder.mkdir()
-        runs = split(job.tasks, job.request.shards or -(-job.total // _SHARD_BYTES))
-        names = [f"{stem}-{i + 1:05}-of-{len(runs):05}.safetensors" for i in range(len(runs))]
-        if len(runs) == 1:
-            names = [f"{stem}.safetensors"]
+    runs = _files(job, result)
+    weight_map = {task.name: file for file, run in runs.items() for task in run}
     kept = {key: text for key, text in job.source.metadata().items() if key not in _OF_PIECES}
     if job.merged_from:
         kept[MERGED_FROM] = json.dumps(job.merged_from)
     files: list[tuple[str, bytes, int]] = []
     values: list[_core.PlacedValue] = []
     regions: dict[int, Region] = {}
-    weight_map: dict[str, str] = {}
-    for number, (file, run) in enumerate(zip(names, runs, strict=True)):
-        weight_map |= dict.fromkeys((task.name for task in run), file)
+    for number, (file, run) in enumerate(runs.items()):
         # Large elements first, so that every tensor is aligned.
         tensors = sorted(
             ((task.name, task.region()) for task in run), key=lambda t: -t[1].dtype.itemsize
@@ -134,6 +128,20 @@ def write(job: Job, result: Path) -> None:
     job.report.files = len(files)
     if len(files) > 1:
         _write_index(job, folder, weight_map)
+
+
+def _files(job: Job, result: Path) -> dict[str, list[Task]]:
+    """Return the entries of each file, by its name."""
+    if job.request.as_file:
+        return {result.name: job.tasks}
+    stem = job.request.name
+    runs = split(job.tasks, job.request.shards or -(-job.total // _SHARD_BYTES))
+    if len(runs) == 1:
+        return {f"{stem}.safetensors": runs[0]}
+    return {
+        f"{stem}-{number:05}-of-{len(runs):05}.safetensors": run
+        for number, run in enumerate(runs, 1)
+    }
 
 
 def header(

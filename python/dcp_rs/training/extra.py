@@ -313,46 +313,50 @@ class SavedExtra:
         partial_load: PartialLoad,
         places: GroupPlaces | None = None,
     ) -> None:
-        self._extra, self._name, self._owners = extra, name, owners
-        self._places = places
-        value = extra[name]
-        part = partial_load.part
+        self._extra, self._name = extra, name
+        self._owners, self._places = owners, places
+        value, part = extra[name], partial_load.part
         whole, tree = part.prefix, part.entries.tree(part.path)
-        own = value.state_dict() if is_stateful(value) else value
-        takes_all = False
         # DCP stores nothing for an empty dict, and keys as text: what it lacks may be an entry.
         self._keeps = partial_load.may_leave or not tree.is_exact
-        trees = {"": tree}
+        keys: dict[str, SavedTree] = {}
+        self._takes_all = False
         if isinstance(value, PerRank):
-            keys = tree.by_key()
-            is_checked = partial_load.includes(f"{whole}.{value._saved_key}")
-            if is_checked and not partial_load.is_partial:
-                takes_all = _takes_all(whole, value, keys, owners)
-            whole = f"{whole}.{value._saved_key}"
+            keys, whole = tree.by_key(), f"{whole}.{value._saved_key}"
+            if partial_load.includes(whole) and not partial_load.is_partial:
+                self._takes_all = _takes_all(part.prefix, value, keys, owners)
             tree = keys.get(value._saved_key, SavedTree(is_exact=tree.is_exact))
-            trees = keys if takes_all else {"": tree}
-        self._takes_all = takes_all
-        own = None if takes_all else own  # the states of all keys take memory of their own
         is_saved = bool(tree.paths or (tree.containers and partial_load.includes(whole)))
+        own = value.state_dict() if is_stateful(value) else value
+        if self._takes_all:
+            own = None  # the states of all keys take memory of their own
         self._values = {
             key: SavedValue(whole, one, own, partial_load, as_saved=is_stateful(value))
-            for key, one in trees.items()
+            for key, one in (keys if self._takes_all else {"": tree}).items()
         }
-        is_empty = (
-            isinstance(own, dict) and not own and not (isinstance(value, PerRank) or tree.is_exact)
-        )
-        self._is_loaded = is_empty or any(one.is_loaded for one in self._values.values())
-        if partial_load.includes(whole) and not (self._is_loaded or is_saved):
-            if not isinstance(value, PerRank) and not partial_load.is_partial:
-                msg = (
-                    f"the checkpoint has no {whole or name}. To keep the entry as it is, pass "
-                    f"partial={{'extra'}}; if it has another name there, names={{{name!r}: ...}}"
-                )
-                raise PlanError(msg, tensor=whole)
-            partial_load.report.missing.append(whole)
         self.template = {
             key: memory for one in self._values.values() for key, memory in one.template.items()
         }
+        self._is_loaded = any(one.is_loaded for one in self._values.values())
+        if not isinstance(value, PerRank):
+            self._is_loaded |= isinstance(own, dict) and not own and not tree.is_exact
+        if partial_load.includes(whole) and not (self._is_loaded or is_saved):
+            self._miss(whole, partial_load)
+
+    def _miss(self, whole: str, partial_load: PartialLoad) -> None:
+        """Report that the checkpoint lacks the entry. Keys of ranks were compared before.
+
+        Raises:
+            PlanError: that is an error.
+        """
+        name = self._name
+        if not isinstance(self._extra[name], PerRank) and not partial_load.is_partial:
+            msg = (
+                f"the checkpoint has no {whole or name}. To keep the entry as it is, pass "
+                f"partial={{'extra'}}; if it has another name there, names={{{name!r}: ...}}"
+            )
+            raise PlanError(msg, tensor=whole)
+        partial_load.report.missing.append(whole)
 
     def put(self, loaded: Mapping[str, Any]) -> None:
         """Put the loaded values, by name in the checkpoint, into the entry."""

@@ -68,10 +68,9 @@ class Slot:
 
 
 @dataclass
-class _Group:
+class _Group(GroupSettings):
     """A group of an optimizer: its settings, and the state of its parameters."""
 
-    settings: GroupSettings
     slots: list[Slot]
 
     @property
@@ -81,8 +80,7 @@ class _Group:
 
     def after_load(self) -> dict[str, Any]:
         """Return the parameters and settings of the group after the load."""
-        stays = self.slots and self.stays
-        settings = self.settings.own if stays else self.settings.chosen()
+        settings = self.own if self.slots and self.stays else self.chosen()
         return settings | {"params": [slot.fqn for slot in self.slots]}
 
 
@@ -172,7 +170,7 @@ class OptimizerMatcher:
         self._check_known(known.values(), number)
         groups = self._match_groups(optimizer, members, number)
         needed = any(slot.tree.paths for slot in known.values())
-        needed |= any(group.settings.replaced() for group in groups)
+        needed |= any(group.replaced() for group in groups)
         state = self._state(optimizer, names, number, needed=needed)
         for (param, _), several in zip(names, slots, strict=True):
             is_known = param in state.by_param or (state.is_made and param.requires_grad)
@@ -183,8 +181,7 @@ class OptimizerMatcher:
         for group in groups:
             self._check_kinds(optimizer, group)
         if any(self._saved.groups):
-            taken = [group.settings for group in groups if not group.stays]
-            warn_of_replaced(taken, optimizer)
+            warn_of_replaced([group for group in groups if not group.stays], optimizer)
         after = [group.after_load() for group in groups]
         is_converted = any(
             _is_other(state.by_param.get(param), several[0].made)
@@ -192,8 +189,7 @@ class OptimizerMatcher:
         )
         slots += [[slot] for slot in self._other_slots(state.by_name, known, is_only=is_only)]
         self._note_own(optimizer, number, itertools.chain.from_iterable(slots))
-        of_groups = [group.settings.saved for group in groups]
-        places = [self._saved.place(several[0]) if several else None for several in of_groups]
+        places = [self._saved.place(group.saved[0]) if group.saved else None for group in groups]
         return Target(optimizer, slots, after, places, state.own_keys, is_converted)
 
     def _slots(
@@ -277,12 +273,10 @@ class OptimizerMatcher:
             found = [known[slot.key] for slot in slots if slot.key in known]
             saved = list({id(one): one for one in found}.values()) if slots else next(of_empty)
             shown = f"group {place} of optimizer {number}"
-            groups.append(
-                _Group(GroupSettings(shown, settings_of(group), saved, self._keep), slots)
-            )
-        problems = [(group.settings, group.settings.contradiction()) for group in groups]
-        first: dict[int, GroupSettings] = {}
-        for own in (group.settings for group in groups):
+            groups.append(_Group(shown, settings_of(group), saved, self._keep, slots))
+        problems = [(own, own.contradiction()) for own in groups]
+        first: dict[int, _Group] = {}
+        for own in groups:
             firsts = [first.setdefault(id(saved), own) for saved in own.saved]
             others = {id(other): other for other in firsts if other is not own}
             problems += [(own, other.differs_from(own)) for other in others.values()]
@@ -322,13 +316,11 @@ class OptimizerMatcher:
         is_new = not optimizer.state
         # If one side has no state, the settings tell whether the optimizers are of one kind.
         makes_state = is_stateless and any(slot.kinds for slot in group.slots)
-        other_kind = check_stateless(group.settings, optimizer, makes_state=makes_state)
+        other_kind = check_stateless(group, optimizer, makes_state=makes_state)
         for slot in group.slots:
             saved, own, place = slot.tree.keys(), slot.kinds, f"{self._saved.prefix}.{slot.fqn}"
             if saved and own is not None:
-                problem = check_kinds(
-                    slot.fqn, saved, own, group.settings, optimizer, is_new=is_new
-                )
+                problem = check_kinds(slot.fqn, saved, own, group, optimizer, is_new=is_new)
             else:
                 problem = other_kind if saved or is_stateless else None
             if problem is None or not self._partial.includes(place):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import LBFGS, Optimizer
@@ -27,42 +28,35 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 _SHOWN = 60
 
 
+@dataclass
 class GroupSettings:
     """Settings of one group of an optimizer, and those that its parameters were saved with.
 
-    Args:
+    Attributes:
         shown: the name of the group for messages.
         own: the settings of the optimizer's group.
         saved: those of each saved group that has parameters of this one.
         keep: the settings that stay as they are.
-
-    Attributes:
-        shown, own, saved: as given.
     """
 
-    def __init__(
-        self,
-        shown: str,
-        own: dict[str, Any],
-        saved: Sequence[dict[str, Any]],
-        keep: KeepSettings,
-    ) -> None:
-        self.shown, self.own, self.saved = shown, own, saved
-        self._keep = set(own) if keep is True else set(keep or ())
-        self._keeps_all = keep is True
+    shown: str
+    own: dict[str, Any]
+    saved: Sequence[dict[str, Any]]
+    keep: KeepSettings
+
+    def _keeps(self, name: str) -> bool:
+        return self.keep is True or (self.keep is not False and name in self.keep)
 
     def chosen(self) -> dict[str, Any]:
         """Return the settings after the load. Those of several saved groups have to be equal."""
-        if not self.saved or self._keeps_all:
+        if not self.saved or self.keep is True:
             return dict(self.own)
-        new = {key: value for key, value in self.saved[0].items() if key not in self._keep}
+        new = {key: value for key, value in self.saved[0].items() if not self._keeps(key)}
         # A copy for each group: a learning rate that is a tensor changes in place.
         return self.own | copy.deepcopy(new)
 
     def contradiction(self) -> str | None:
         """Return why the saved groups cannot become this group; None if they can."""
-        if self._keeps_all:
-            return None
         names = self._unlike(self.saved)
         if not names:
             return None
@@ -77,8 +71,6 @@ class GroupSettings:
 
         Parameters of both were saved in one group.
         """
-        if self._keeps_all:
-            return None
         names = self._unlike((self.own, other.own))
         if not names:
             return None
@@ -103,7 +95,7 @@ class GroupSettings:
             for name, value in self.own.items()
             if name in saved
             and name not in scheduled
-            and (kept or name not in self._keep)
+            and (kept or not self._keeps(name))
             and to_bytes(value) != to_bytes(saved[name])
         }
 
@@ -115,11 +107,11 @@ class GroupSettings:
     def _unlike(self, several: Iterable[Mapping[str, Any]]) -> set[str]:
         """Return the names of settings that stay not, and are not equal in all of these groups."""
         several = list(several)
-        names = {name for settings in several for name in settings} - self._keep
         return {
             name
-            for name in names
-            if len({to_bytes(one[name]) if name in one else b"" for one in several}) > 1
+            for name in {name for settings in several for name in settings}
+            if not self._keeps(name)
+            and len({to_bytes(one[name]) if name in one else b"" for one in several}) > 1
         }
 
 
@@ -153,11 +145,9 @@ def check_kinds(
     if not (lacks or group.replaced(kept=is_exact) or any(group.unshared())):
         return None
     optimizer_type = type(optimizer).__name__
-    differing = group.replaced(kept=True)
     settings = ""
-    if differing:
-        values = [{key: pair[at] for key, pair in differing.items()} for at in (0, 1)]
-        settings = f"; {group.shown} and the saved one differ in {_list_values(differing, values)}"
+    if differing := group.replaced(kept=True):
+        settings = f"; {group.shown} and the saved one differ in {_list_pairs(differing)}"
     return (
         f"the checkpoint has {_list(saved)} of parameter {name!r}, and this optimizer "
         f"({optimizer_type}) has, or makes in its next step, {_list(own)}{settings}. Make the "
@@ -192,14 +182,13 @@ def check_stateless(
             f"{group.shown} has the settings {_list(own)} ({optimizer_type}), and the saved one "
             f"{_list(saved)} in their place: it was an optimizer of another kind. {advice}"
         )
-    changed = group.replaced().keys() - _IMPLEMENTATION
+    changed = {name: pair for name, pair in group.replaced().items() if name not in _IMPLEMENTATION}
     if not makes_state or not changed:
         return None
-    values = [{key: pair[at] for key, pair in group.replaced().items()} for at in (0, 1)]
     return (
         f"{group.shown} ({optimizer_type}) has state, or makes some in its next step, and the "
-        f"checkpoint has none of it; they differ in {_list_values(changed, values)}. {advice}; "
-        f"keep_settings={changed!r} keeps these settings"
+        f"checkpoint has none of it; they differ in {_list_pairs(changed)}. {advice}; "
+        f"keep_settings={set(changed)!r} keeps these settings"
     )
 
 
@@ -271,9 +260,13 @@ def _list(names: Iterable[str]) -> str:
 
 def _list_values(names: Iterable[str], several: Sequence[Mapping[str, Any]]) -> str:
     """Return names with the values that each of several groups has."""
+    return _list_pairs({name: [one.get(name) for one in several] for name in names})
+
+
+def _list_pairs(values: Mapping[str, Sequence[Any]]) -> str:
+    """Return names with their values."""
     return ", ".join(
-        f"{name} ({' and '.join(_text(one.get(name)) for one in several)})"
-        for name in sorted(names)
+        f"{name} ({' and '.join(map(_text, values[name]))})" for name in sorted(values)
     )
 
 

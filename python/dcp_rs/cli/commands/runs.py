@@ -85,28 +85,26 @@ def _steps(root: Path, step_name: str, local: tuple[Path, ...], as_json: bool) -
     _list_steps(root, found, as_json=as_json)
 
 
-def _list_places(root: Path, folders: Sequence[Path], step_name: str, *, as_json: bool) -> None:
-    """Print where each step is: on how many nodes, with how many copies, and at the root."""
+def _places(root: Path, folders: Sequence[Path], step_name: str) -> list[dict[str, Any]]:
+    """Return where each step is: on how many nodes, with how many copies, and at the root."""
     from dcp_rs.steps.nodes import NodeStepStore, bytes_at
     from dcp_rs.steps.object_store import step_store_at
 
     store = step_store_at(root, step_name=step_name)
-    at_root = {step.number: step for step in store.look().steps}
+    at_root = {step.number: step.save_id for step in store.look().steps}
     nodes = [NodeStepStore(folder, step_name) for folder in folders]
-    listed = [{step.number: step for step in node.look().steps} for node in nodes]
+    listed = [{step.number: step.save_id for step in node.look().steps} for node in nodes]
     rows: list[dict[str, Any]] = []
-    for number in sorted(at_root.keys() | {n for steps in listed for n in steps}):
-        having = [node for node, steps in zip(nodes, listed, strict=True) if number in steps]
-        found = at_root.get(number)
-        row: dict[str, Any] = {"step": number, "nodes": len(having), "is_at_root": bool(found)}
+    for number in sorted({n for steps in (at_root, *listed) for n in steps}):
+        having = [at for at, steps in enumerate(listed) if number in steps]
+        row: dict[str, Any] = {"step": number, "nodes": len(having), "is_at_root": not having}
         if having:
-            save_id = next(steps[number].save_id for steps in listed if number in steps)
-            row["is_at_root"] = found is not None and found.save_id == save_id
-            index = having[0].index(number)
+            index = nodes[having[0]].index(number)
             sizes = {entry.name: entry.size for entry in index.files()}
             lengths = [node.lengths(number) for node in nodes]
             held = [sum(of.get(n) == size for of in lengths) for n, size in sizes.items()]
             row |= {
+                "is_at_root": at_root.get(number) == listed[having[0]][number],
                 "files": len(held),
                 "files_on_nodes": sum(map(bool, held)),
                 "copies": min(held, default=0) - 1,
@@ -114,6 +112,12 @@ def _list_places(root: Path, folders: Sequence[Path], step_name: str, *, as_json
                 "uploaded_bytes": bytes_at(store.lengths(number), index),
             }
         rows.append(row)
+    return rows
+
+
+def _list_places(root: Path, folders: Sequence[Path], step_name: str, *, as_json: bool) -> None:
+    """Print where each step is."""
+    rows = _places(root, folders, step_name)
     if as_json:
         print_json({"path": str(root), "local": list(map(str, folders)), "steps": rows})
         return
@@ -122,7 +126,7 @@ def _list_places(root: Path, folders: Sequence[Path], step_name: str, *, as_json
         [
             [
                 str(row["step"]),
-                f"{row['nodes']} of {len(nodes)}",
+                f"{row['nodes']} of {len(folders)}",
                 f"{row['files_on_nodes']} of {row['files']}" if row["nodes"] else "",
                 str(row["copies"]) if row.get("copies", -1) >= 0 else "",
                 "yes"
