@@ -1,7 +1,6 @@
 """``dcp_rs.index`` of data on a store: of others, and of a save that lost its index."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import dcp_rs
-import programs
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -218,24 +216,3 @@ def test_unindexable_prefix_is_refused(hf, server, tmp_path):
     with pytest.raises(DcpRsError, match="rank-local"):
         dcp_rs.index(server.url("hf"), storage_options=options)
     assert INDEX not in server.objects
-
-
-def test_the_command(hf, server):
-    given = [
-        f"--storage-option={key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in server.options().items()
-    ]
-    line = [
-        sys.executable,
-        "-m",
-        "dcp_rs",
-        "index",
-        server.url("hf"),
-        "--digests",
-        "--json",
-        *given,
-    ]
-    told = json.loads(programs.run(line, capture_output=True, check=True, text=True).stdout)
-    assert told["index"] == server.url(INDEX)
-    assert told["bytes"] == len(server.objects[INDEX].data)
-    assert told["entries"] == 3

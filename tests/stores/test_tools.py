@@ -1,8 +1,6 @@
 """``convert`` to a store, and ``clean`` of one."""
 
-import json
 import os
-import sys
 import time
 
 import pytest
@@ -10,9 +8,6 @@ import torch
 from safetensors.torch import save_file
 
 import dcp_rs
-import programs
-from dcp_rs import _url
-from dcp_rs.cli import main
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -210,36 +205,3 @@ def test_clean_says_what_it_may_not_remove(saved, server):
     assert [leftover.path for leftover in report.removed] == [server.url(gone)]
     assert len(report.failed) == 1
     assert server.url(kept) in report.failed[0]
-
-
-def test_the_command_fails_where_something_could_not_be_removed(saved, server, capsys, monkeypatch):
-    """It warned, and its exit status was 0: a script went on."""
-    kept = f"runs/ckpt/{orphan(server, 7)}"
-    leave(server, kept, 2 * DAY)
-    server.undeletable.add(kept)
-    options = [
-        f"--storage-option={key}={str(value).lower()}" for key, value in server.options().items()
-    ]
-    monkeypatch.setattr(_url, "_of_command_line", {})  # which the command sets, for the process
-    with pytest.raises(SystemExit) as ended:
-        main(["clean", server.url("runs/ckpt"), "--yes", "--json", *options])
-    assert ended.value.code == 1
-    assert "AccessDenied" in json.loads(capsys.readouterr().out)["failed"][0]
-
-
-def test_the_command(saved, server):
-    old = f"runs/ckpt/{orphan(server, 7)}"
-    leave(server, old, 2 * DAY)
-    given = [
-        f"--storage-option={key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in server.options().items()
-    ]
-    line = [sys.executable, "-m", "dcp_rs", "clean", server.url("runs/ckpt"), *given]
-    listed = json.loads(
-        programs.run([*line, "--json"], capture_output=True, check=True, text=True).stdout
-    )
-    assert [found["path"] for found in listed["found"]] == [server.url(old)]
-    said = programs.run([*line, "--yes"], capture_output=True, check=True, text=True).stdout
-    assert server.url(old) in said
-    assert "a lifecycle rule removes them" in said
-    assert old not in server.objects
