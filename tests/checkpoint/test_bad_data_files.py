@@ -20,20 +20,13 @@ from support.failures import (
     read_whole,
     without_torchs_collection,
 )
+from support.files import flip
 
 
 def place_of(path, name):
     with dcp_rs.open(path) as checkpoint:
         chunk = checkpoint.chunks(name)[0]
     return path / chunk.file, chunk.offset
-
-
-def flip(file, at, bit=0):
-    with file.open("r+b") as opened:
-        opened.seek(at)
-        byte = opened.read(1)[0]
-        opened.seek(at)
-        opened.write(bytes([byte ^ (1 << bit)]))
 
 
 def moved_behind_a_link(file):

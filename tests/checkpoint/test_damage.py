@@ -1,7 +1,6 @@
 """Damage says which file is what, and which tensors are lost; warnings are of the caller's line."""
 
 import json
-import os
 import warnings
 
 import pytest
@@ -13,14 +12,9 @@ import dcp_rs
 from dcp_rs.cli import main
 from dcp_rs.errors import CorruptDataError, CorruptIndexError
 from support.both import save_rs, save_stock
+from support.files import drop_from_page_cache, flip
 
 STATE = {"large": torch.arange(1 << 19), "small": torch.ones(3), "step": 4}
-
-
-def flip(file, at):
-    data = bytearray(file.read_bytes())
-    data[at] ^= 0xFF
-    file.write_bytes(data)
 
 
 def test_a_damaged_block_loses_its_tensor(ckpt, capfd, monkeypatch):
@@ -50,9 +44,7 @@ def test_by_default_what_does_not_come_from_the_page_cache_is_verified(ckpt):
     whole = dcp_rs.load(into, ckpt, io="mmap", verify=True, no_dist=True)
     assert whole.bytes_verified == (4 << 20) + 12
     (file,) = ckpt.glob("*.safetensors")
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drop_from_page_cache(ckpt)
     read = dcp_rs.load(into, ckpt, io="direct", no_dist=True)
     if not read.bytes_direct:
         pytest.skip("the file system has no direct I/O")
@@ -70,27 +62,19 @@ def test_by_default_what_does_not_come_from_the_page_cache_is_verified(ckpt):
         dcp_rs.load(into, ckpt, verify="never", no_dist=True)
 
 
-def dropped(path):
-    """Takes the data files out of the page cache."""
-    for file in path.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def test_default_verification_costs_no_reads(ckpt):
     """Of rows that go to memory with gaps, blocks would be read twice."""
     shape = (6000, 896)
     dcp_rs.save({"w": torch.randn(shape)}, ckpt, no_dist=True)
     wide = torch.zeros(shape[0], 2 * shape[1])[:, : shape[1]]
     nbytes = 4 * wide.numel()
-    dropped(ckpt)
+    drop_from_page_cache(ckpt)
     report = dcp_rs.load({"w": wide}, ckpt, io="direct", no_dist=True)
     if not report.bytes_direct:
         pytest.skip("the file system has no direct I/O")
     assert report.bytes_read < 1.1 * nbytes
     assert report.bytes_verified == 0
-    dropped(ckpt)
+    drop_from_page_cache(ckpt)
     report = dcp_rs.load({"w": torch.empty(shape)}, ckpt, io="direct", no_dist=True)
     assert report.bytes_verified == nbytes
     assert report.bytes_read < 1.1 * nbytes

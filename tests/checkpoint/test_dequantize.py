@@ -1,7 +1,6 @@
 """Quantized weights as tensors, by every way in: to the bit what the published formulas give."""
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 
 import dcp_rs
 from support import quantized
+from support.files import drop_from_page_cache
 from support.quantized import same
 
 BF16 = torch.bfloat16
@@ -137,11 +137,9 @@ def test_default_verification_costs_no_reads(tmp_path, dtype):
     """In place, and by slabs: windows end within blocks, and each read all that it touched."""
     stored, whole = quantized.fp8("m", 2000, 1500, seed=20)
     dcp_rs.save(stored, tmp_path, no_dist=True)
-    (file,) = tmp_path.glob("*.safetensors")
     read = {}
     for verify in ("auto", False):
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_from_page_cache(tmp_path)
         state = {"m.weight": torch.zeros(2000, 1500, dtype=dtype)}
         report = dcp_rs.load(
             state,

@@ -5,14 +5,14 @@ import struct
 
 import pytest
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_rs
-from dcp_rs import RsReader, _core
+from dcp_rs import _core
 from dcp_rs.errors import CorruptDataError, CorruptIndexError, DcpRsError, UnsupportedError
 from support import same_bits
 from support.both import save_rs
-from support.failures import outcome, read_whole, without_torchs_collection
+from support.failures import outcome, read_whole
+from support.files import flip
 from support.forged import INDEX, sealed
 
 
@@ -24,7 +24,7 @@ def test_every_flipped_byte_of_an_index_is_found(saved):
         (saved / INDEX).write_bytes(bad)
         with pytest.raises((CorruptIndexError, UnsupportedError)) as raised:
             dcp_rs.open(saved)
-        assert raised.value.path in (str(saved / INDEX), None)
+        assert str(saved / INDEX) in str(raised.value), at
 
 
 def test_every_truncation_of_an_index_is_found(saved):
@@ -100,37 +100,16 @@ def test_every_flipped_bit_of_a_data_file_is_found(saved):
         )
 
 
-class Committing(DefaultLoadPlanner):
-    """Notes what was handed over."""
-
-    def __init__(self):
-        super().__init__()
-        self.committed = []
-
-    def commit_tensor(self, read_item, tensor):
-        self.committed.append(read_item.dest_index.fqn)
-        super().commit_tensor(read_item, tensor)
-
-
-def test_a_tensor_with_a_damaged_block_is_not_handed_over(ckpt):
-    """Three blocks, the second one damaged: found in each way of reading, and by parts that touch it only."""
+def test_a_damaged_block_is_found_by_parts_that_touch_it(ckpt):
+    """Three blocks, the second one damaged, in each way of reading."""
     block = 1 << 20
     save_rs({"w": torch.ones(3 * block, dtype=torch.uint8)}, ckpt)
     (file,) = ckpt.glob("g*.safetensors")
     (chunk,) = dcp_rs.open(ckpt).chunks("w")
-    with file.open("r+b") as data:
-        data.seek(chunk.offset + block + 77)
-        data.write(b"\2")
+    flip(file, chunk.offset + block + 77)
     (problem,) = dcp_rs.verify(ckpt).problems
     assert (problem.block, problem.offset) == (1, chunk.offset + block)
     for io in ("mmap", "buffered", "direct"):
-        planner = Committing()
-        reader = RsReader(ckpt, verify=True, io=io)
-        state = {"w": torch.zeros(3 * block, dtype=torch.uint8)}
-        with pytest.raises(CorruptDataError) as raised, without_torchs_collection():
-            dcp_rs.load_state_dict(state, reader, no_dist=True, planner=planner)
-        assert (raised.value.tensor, raised.value.offset) == ("w", chunk.offset + block)
-        assert planner.committed == []
         index = dcp_rs._core.Index.open(str(ckpt), None, False)
         for begin, damaged in (
             (0, False),

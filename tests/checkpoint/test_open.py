@@ -18,6 +18,7 @@ from support import (
     strange_names_state,
 )
 from support.both import HAS_RANK_LOCAL, save_rs
+from support.files import flip
 from support.layouts import WHOLE
 
 
@@ -135,9 +136,7 @@ class _Custom:
 def test_verification_of_a_look_up(saved_whole):
     with dcp_rs.open(saved_whole) as checkpoint:
         chunk = checkpoint.chunks("w")[0]
-    with (saved_whole / chunk.file).open("r+b") as file:
-        file.seek(chunk.offset + 100)
-        file.write(b"\x99")
+    flip(saved_whole / chunk.file, chunk.offset + 100)
     with dcp_rs.open(saved_whole, verify=True) as checkpoint:
         assert_state_equal(checkpoint["b"], torch.arange(5))
         for look_up in (checkpoint.__getitem__, lambda name: checkpoint.get_slice(name)[0]):

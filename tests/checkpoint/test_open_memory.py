@@ -13,6 +13,7 @@ from dcp_rs.errors import DcpRsError
 from support import assert_state_equal
 from support.both import save_rs
 from support.layouts import WHOLE
+from support.memory import anonymous
 
 
 def test_two_look_ups_share_memory(saved_whole):
@@ -68,16 +69,10 @@ def test_a_closed_checkpoint_says_so(saved_whole):
 def test_a_tensor_in_one_piece_is_not_copied(ckpt):
     save_rs({"large": torch.zeros(64 << 20, dtype=torch.uint8)}, ckpt, fsync=False)
     with dcp_rs.open(ckpt) as checkpoint:
-        before = resident_bytes()
+        before = anonymous()
         tensor = checkpoint["large"]
-        assert resident_bytes() - before < 8 << 20
+        assert anonymous() - before < 8 << 20
         assert int(tensor[::4096].sum()) == 0
-
-
-def resident_bytes():
-    """Anonymous memory of this process, in bytes: what was allocated, not what is mapped."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
 
 
 def test_threads_share_a_checkpoint(sharded):

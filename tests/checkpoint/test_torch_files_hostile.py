@@ -10,6 +10,7 @@ import torch
 
 import dcp_rs
 from dcp_rs.errors import CorruptDataError, DcpRsError, UnsupportedError
+from support import torch_files
 
 TENSOR = (
     b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000"
@@ -17,16 +18,9 @@ TENSOR = (
 )
 
 
-def archive(pickle, *, storage=bytes(16), order=b"little", method=zipfile.ZIP_STORED, more=()):
-    """A file of torch.save with this pickle."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", method) as file:
-        file.writestr("x/data.pkl", pickle)
-        file.writestr("x/byteorder", order)
-        file.writestr("x/data/0", storage)
-        for name, data in more:
-            file.writestr(name, data)
-    return buffer.getvalue()
+def archive(pickle, *, more=(), **options):
+    """A file of torch.save with this pickle, and a storage of 16 bytes."""
+    return torch_files.archive(pickle, [("data/0", bytes(16)), *more], **options)
 
 
 def one(value):
@@ -117,7 +111,7 @@ LIES = {
     "no pickle": (archive(b""), CorruptDataError, "ends too early"),
     "an opcode": (archive(b"\x80\x02P1\n."), CorruptDataError, "opcode 0x50 is not allowed"),
     "a record twice": (
-        archive(one(b"N"), more=[("x/data/0", b"")]),
+        archive(one(b"N"), more=[("data/0", b"")]),
         CorruptDataError,
         "is there twice",
     ),
@@ -134,7 +128,7 @@ LIES = {
     "nothing": (b"", CorruptDataError, "it is empty"),
     "text": (b"junk", CorruptDataError, "it does not begin like one"),
     "a tar archive": (bytes(257) + b"ustar" + bytes(300), UnsupportedError, "tar archive"),
-    "a big-endian file": (archive(one(b"N"), order=b"big"), UnsupportedError, "byte order"),
+    "a big-endian file": (archive(one(b"N"), order="big"), UnsupportedError, "byte order"),
 }
 
 

@@ -8,6 +8,7 @@ from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
@@ -16,14 +17,7 @@ from support.torch_files import ROWS, tensors, whole
 
 
 def placed(state, make):
-    return {
-        key: placed(value, make)
-        if isinstance(value, dict)
-        else make(value)
-        if isinstance(value, torch.Tensor)
-        else value
-        for key, value in state.items()
-    }
+    return tree_map_only(torch.Tensor, make, state)
 
 
 def as_sharded_tensor(value):

@@ -17,6 +17,7 @@ import programs
 from dcp_rs.cli import output
 from support.both import save_rs
 from support.commands import in_a_process
+from support.files import flip
 
 
 def test_ls(dcp_rs_cli, world: Path) -> None:
@@ -79,9 +80,7 @@ def test_json_everywhere(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
 def test_verify_names_the_block(dcp_rs_cli, tmp_path: Path) -> None:
     save_rs({"small": torch.ones(3), "large": torch.arange(1 << 20)}, tmp_path / "ckpt")
     data = next((tmp_path / "ckpt").glob("*.safetensors"))
-    with data.open("r+b") as file:
-        file.seek(4096 + (3 << 20) + 77)
-        file.write(b"\xff")
+    flip(data, 4096 + (3 << 20) + 77)
     status, out, err = dcp_rs_cli("verify", tmp_path / "ckpt")
     assert (status, err) == (1, "")
     assert "tensor 'large', block 3" in out

@@ -11,35 +11,22 @@ import dcp_rs
 import programs
 from support import assert_state_equal
 from support.formats import load_hf, make
+from support.places import TESTS
 
 GROWTH = """
-import sys, threading, time, torch, warnings
+import sys, warnings
 warnings.simplefilter("ignore")
+tests, src, dst, dtype = sys.argv[1:]
+sys.path.insert(0, tests)
 import dcp_rs
-import dcp_rs.conversion
 import torch.distributed.checkpoint
+from support.memory import Growth
 
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
-
-src, dst, dtype = sys.argv[1:]
 for to in ("dcp-rs", "dcp", "torch", "safetensors"):
     dcp_rs.convert(src + "-small", f"{dst}-{to}", to=to)  # what is loaded once is not the conversion's
-    before, peak, done = anonymous(), 0, False
-
-    def watch():
-        global peak
-        while not done:
-            peak = max(peak, anonymous())
-            time.sleep(0.002)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    dcp_rs.convert(src, f"{dst}-{to}", to=to, dtype=dtype or None, fsync=False, overwrite=True)
-    done = True
-    watcher.join()
-    print(to, peak - before)
+    with Growth() as grown:
+        dcp_rs.convert(src, f"{dst}-{to}", to=to, dtype=dtype or None, fsync=False, overwrite=True)
+    print(to, grown.nbytes)
 """
 
 
@@ -59,7 +46,7 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["", "bf16"])
 @pytest.mark.slow
 def test_memory_is_bounded(dtype: str, large: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", GROWTH, str(large), str(tmp_path / "dst"), dtype]
+    command = [sys.executable, "-c", GROWTH, *map(str, (TESTS, large, tmp_path / "dst")), dtype]
     done = programs.run(command, check=True, capture_output=True, text=True, timeout=250)
     grown = {to: int(nbytes) for to, nbytes in map(str.split, done.stdout.splitlines())}
     assert len(grown) == 4

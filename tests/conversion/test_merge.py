@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from collections import OrderedDict
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from dcp_rs.errors import CorruptDataError, PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import BY_NAME
 from support import assert_state_equal, blank, random_tensor
 from support.both import load_stock, save_rs, save_stock
+from support.files import flip
 from support.formats import SOURCES, judge, leftovers, make
 
 FLOATS = [
@@ -516,11 +516,7 @@ def test_the_command(tmp_path: Path, dcp_rs_cli) -> None:
 def test_damage_in_an_input_is_found_and_leaves_nothing(tmp_path: Path) -> None:
     a, b = three(tmp_path, models()[:2])
     (data,) = b.glob("*.safetensors")
-    with data.open("r+b") as file:
-        file.seek(-3, os.SEEK_END)
-        byte = file.read(1)
-        file.seek(-3, os.SEEK_END)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(data, -3)
     with pytest.raises(CorruptDataError):
         dcp_rs.merge([a, b], tmp_path / "out")
     assert {entry.name for entry in tmp_path.iterdir()} == {"in-0", "in-1"}
@@ -543,12 +539,10 @@ def test_damage_in_any_block_is_found(first: int, tmp_path: Path) -> None:
             ]
             places = [*ends, *((chunk.file, chunk.offset + 700_000) for chunk in ckpt.chunks("w"))]
         for data, place in places:
-            with (folder / data).open("r+b") as file:
-                byte = os.pread(file.fileno(), 1, place)
-                os.pwrite(file.fileno(), bytes([byte[0] ^ 64]), place)
-                with pytest.raises(CorruptDataError, match=str(folder / data)):
-                    dcp_rs.merge(inputs[first:] + inputs[:first], tmp_path / "out")
-                os.pwrite(file.fileno(), byte, place)
+            flip(folder / data, place, 6)
+            with pytest.raises(CorruptDataError, match=str(folder / data)):
+                dcp_rs.merge(inputs[first:] + inputs[:first], tmp_path / "out")
+            flip(folder / data, place, 6)
     dcp_rs.merge(inputs, tmp_path / "out")
 
 

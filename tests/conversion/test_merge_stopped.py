@@ -11,6 +11,7 @@ import torch
 import dcp_rs
 import programs
 from support.formats import make
+from support.places import TESTS
 
 STOPPED = """
 import os, signal, sys, warnings
@@ -118,30 +119,17 @@ def test_ctrl_c_leaves_nothing_at_all(inputs: list[Path], tmp_path: Path) -> Non
 
 
 GROWTH = """
-import sys, threading, time, torch, warnings
+import sys, warnings
 warnings.simplefilter("ignore")
+tests, out, *inputs = sys.argv[1:]
+sys.path.insert(0, tests)
 import dcp_rs
+from support.memory import Growth
 
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
-
-out, *inputs = sys.argv[1:]
 dcp_rs.merge(inputs, out, include="small")  # what is loaded once is not the merge's
-before, peak, done = anonymous(), 0, False
-
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, anonymous())
-        time.sleep(0.002)
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-dcp_rs.merge(inputs, out, fsync=False, overwrite=True)
-done = True
-watcher.join()
-print(peak - before)
+with Growth() as grown:
+    dcp_rs.merge(inputs, out, fsync=False, overwrite=True)
+print(grown.nbytes)
 """
 
 
@@ -153,6 +141,6 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
             f"w.{i}": torch.full((16 << 20,), float(i), dtype=torch.bfloat16) for i in range(8)
         }
         paths.append(make("dcp-rs", state | {"small": torch.ones(4)}, tmp_path / str(number)))
-    command = [sys.executable, "-c", GROWTH, str(tmp_path / "out"), *map(str, paths)]
+    command = [sys.executable, "-c", GROWTH, *map(str, (TESTS, tmp_path / "out", *paths))]
     done = programs.run(command, check=True, capture_output=True, text=True, timeout=250)
     assert int(done.stdout) < 120e6

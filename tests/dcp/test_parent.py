@@ -21,6 +21,7 @@ from dcp_rs.checkpoint.clean import leftovers
 from dcp_rs.errors import CorruptDataError
 from support import assert_state_equal, blank, run_ranks
 from support.both import HAS_RANK_LOCAL, load_rs, through_stock
+from support.files import flip
 from support.second_reader import SecondReader
 from support.states import random_tensor
 
@@ -353,22 +354,17 @@ def test_a_parent_that_cannot_be_used_is_named_and_all_is_written(tmp_path, harm
     assert_holds(two, state(2), tmp_path / "stock")
 
 
-def flip(path):
+def flip_frozen(path):
     with dcp_rs.open(path) as checkpoint:
         (chunk,) = checkpoint.chunks("frozen")
-    file = path / chunk.file if isinstance(chunk.file, str) else Path(chunk.file)
-    with file.open("r+b") as data:
-        data.seek(chunk.offset + 1_500_000)
-        byte = data.read(1)
-        data.seek(chunk.offset + 1_500_000)
-        data.write(bytes([byte[0] ^ 1]))
+    flip(path / chunk.file, chunk.offset + 1_500_000)
 
 
 def test_a_byte_that_flips_in_what_is_reused_is_found(tmp_path):
     one, two, three = tmp_path / "1", tmp_path / "2", tmp_path / "3"
     save(state(1), one)
     save(state(2), two, parent=one)
-    flip(one)
+    flip_frozen(one)
     for path in (one, two):
         (problem,) = dcp_rs.verify(path).problems
         assert problem.tensor == "frozen"

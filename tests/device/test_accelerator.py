@@ -1,7 +1,5 @@
 """What has to hold on any accelerator: on a real one where there is one, else on the simulated one."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,6 +13,7 @@ from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.stage import Staging, stage
 from dcp_rs.transfer.target import Target
 from support import ALL_DTYPES, assert_state_equal, random_tensor, same_bits
+from support.files import flip
 
 MIB = 1 << 20
 
@@ -156,11 +155,7 @@ def test_damage_in_the_middle(ckpt, device):
     want = state()
     dcp_rs.save(want, ckpt)
     (data,) = ckpt.glob("*.safetensors")
-    with data.open("r+b") as file:
-        file.seek(data.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
+    flip(data)
     with pytest.raises(CorruptDataError):
         dcp_rs.load(on(device, want), ckpt, verify=True)
     torch.accelerator.synchronize()

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import dcp_rs
 from dcp_rs import RsWriter
@@ -34,35 +35,20 @@ def state(seed=0, rows=300):
     }
 
 
-def to(device, value):
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: to(device, entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to(device, entry) for entry in value)
-    return value
+def to(device, tree):
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tree)
 
 
-def contiguous(value):
-    if isinstance(value, torch.Tensor):
-        return value.resolve_conj().resolve_neg().contiguous()
-    if isinstance(value, dict):
-        return {key: contiguous(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(contiguous(entry) for entry in value)
-    return value
+def contiguous(tree):
+    return tree_map_only(
+        torch.Tensor, lambda tensor: tensor.resolve_conj().resolve_neg().contiguous(), tree
+    )
 
 
-def zero(value):
-    if isinstance(value, torch.Tensor):
-        value.view(torch.uint8).zero_() if value.dtype.itemsize == 1 else value.zero_()
-    elif isinstance(value, dict):
-        for entry in value.values():
-            zero(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            zero(entry)
+def zero(tree):
+    for tensor in tree_leaves(tree):
+        if isinstance(tensor, torch.Tensor):
+            (tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor).zero_()
 
 
 @pytest.mark.parametrize("without", [None, "pinned", "streams"])

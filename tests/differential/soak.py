@@ -18,16 +18,9 @@ import dcp_rs
 from crash.states import found_number, load_number, rank_state, stray_files
 from dcp_rs import RsReader
 from differential.judge import tally
+from support.memory import anonymous
 
 MIB = 1 << 20
-
-
-def resident() -> int:
-    """Bytes of memory that are this process's own (not those of mapped files)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) << 10
-    return 0
 
 
 def descriptors() -> int:
@@ -104,7 +97,7 @@ def flat(patience: float) -> Iterator[Callable[[int], None]]:
                 number = work(path, number, rng)
             tally["cases"] += 50
             gc.collect()
-            samples.append((resident(), descriptors(), threads()))
+            samples.append((anonymous(), descriptors(), threads()))
 
         yield batch
         assert found_number(path, 1) == number

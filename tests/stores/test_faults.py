@@ -1,18 +1,12 @@
 """A store that fails: loads finish right, or say in time what is wrong."""
 
-import os
-import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
 import pytest
 
 import dcp_rs
-import programs
 from dcp_rs.errors import (
     DcpRsError,
     StorageError,
@@ -20,7 +14,7 @@ from dcp_rs.errors import (
     StoragePermissionError,
     StoragePreconditionError,
 )
-from support import assert_state_equal, blank
+from support import assert_state_equal, blank, stopped
 from support.object_server import Fault
 
 
@@ -240,31 +234,10 @@ def test_an_object_of_another_length_is_an_error(saved, server):
 
 
 def test_ctrl_c_ends_a_load(saved, server):
-    """While the store says nothing. The limit is what is promised, a second, and some for a busy machine."""
     server.faults.append(Fault(delay=60.0, times=None, matches=is_data))
-    code = f"""
-        import signal, sys, torch, dcp_rs
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("begin", flush=True)
-        try:
-            dcp_rs.load({{"model": {{"big": torch.zeros(1500, 1024)}}}}, {server.url("runs/ckpt")!r}, storage_options={server.options()!r})
-        except KeyboardInterrupt:
-            print("stopped", flush=True)
-    """
-    child = programs.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout.readline() == "begin\n"
-    deadline = time.monotonic() + 60
-    while not any(is_data(request) for request in server.asked()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    begin = time.monotonic()
-    os.kill(child.pid, signal.SIGINT)
-    assert child.stdout.readline() == "stopped\n"
-    took = time.monotonic() - begin
-    assert child.wait(30) == 0
-    assert took < 20  # the store is silent for 60
+    where = f"{server.url('runs/ckpt')!r}, storage_options={server.options()!r}"
+    setup = 'into = {"model": {"big": torch.zeros(1500, 1024)}}'
+    stopped.interrupt(stopped.begin(server, is_data, f"dcp_rs.load(into, {where})", setup))
 
 
 def test_many_threads_may_read_one_open_checkpoint(saved, server):

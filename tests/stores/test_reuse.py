@@ -1,11 +1,6 @@
 """A save to a store that takes over from an earlier one there: the store copies it, each step is whole by itself, and what is wrong is written anew and said."""
 
 import dataclasses
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 import warnings
 
@@ -17,12 +12,10 @@ from hypothesis import strategies as st
 from torch import distributed as dist
 
 import dcp_rs
-import programs
 from dcp_rs import RsSavePlanner, RsWriter
-from support import assert_state_equal, run_ranks
+from support import assert_state_equal, run_ranks, stopped
 from support.both import HAS_RANK_LOCAL, through_stock
 from support.object_server import Fault, object_server
-from support.places import TESTS
 from support.second_reader import SecondReader
 from support.states import blank, random_tensor
 from support.stored import loaded, names
@@ -499,45 +492,16 @@ def test_failed_save_leaves_nothing(server, key):
     assert_holds(server, 1)
 
 
-def child(server):
-    code = f"""
-        import signal, sys
-        sys.path.insert(0, {str(TESTS)!r})
-        sys.path.insert(0, {str(TESTS / "stores")!r})
-        import dcp_rs
-        from test_reuse import state
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("begin", flush=True)
-        options = {{"parent": {server.url("step-1")!r}, "storage_options": {server.options()!r}, "no_dist": True}}
-        try:
-            dcp_rs.save(state(2), {server.url("step-2")!r}, **options)
-            print("saved", flush=True)
-        except KeyboardInterrupt:
-            print("stopped", flush=True)
-    """
-    process = programs.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "begin\n"
-    deadline = time.monotonic() + 60
-    while not any(copies(request) for request in server.asked()):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.02)
-    return process
+def begin_save(server, matches):
+    where = f"{server.url('step-2')!r}, parent={server.url('step-1')!r}"
+    call = f"dcp_rs.save(state(2), {where}, storage_options={server.options()!r}, no_dist=True)"
+    return stopped.begin(server, matches, call, "from test_reuse import state")
 
 
 def test_ctrl_c_ends_a_copy(server):
-    """While the store says nothing; a second is promised, and a busy machine gets some more."""
     save(server, 1)
     server.faults.append(Fault(delay=60.0, times=None, matches=copies))
-    process = child(server)
-    begin = time.monotonic()
-    os.kill(process.pid, signal.SIGINT)
-    assert process.stdout.readline() == "stopped\n"
-    took = time.monotonic() - begin
-    assert process.wait(30) == 0
-    assert took < 20  # the store is silent for 60
+    stopped.interrupt(begin_save(server, copies))
     assert names(server, "step-2") == []
 
 
@@ -545,7 +509,7 @@ def test_ctrl_c_ends_a_copy(server):
 def test_a_kill_leaves_what_clean_removes(server):
     save(server, 1)
     server.faults.append(Fault(delay=30.0, times=None, matches=is_data))
-    process = child(server)
+    process = begin_save(server, copies)
     deadline = time.monotonic() + 60
     while not names(server, "step-2"):
         assert time.monotonic() < deadline

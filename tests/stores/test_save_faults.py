@@ -1,26 +1,18 @@
 """A store that fails while a checkpoint is saved to it: the save finishes right, or says what is wrong, and the one before is whole."""
 
-import os
 import pickle
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 import traceback
-from pathlib import Path
 
 import pytest
 import torch
 
 import dcp_rs
-import programs
 from dcp_rs.errors import StorageError, StoragePermissionError, StorageUnclearError
-from support import assert_state_equal
+from support import assert_state_equal, stopped
 from support.object_server import Fault
 from support.stored import large_state, loaded, names
 
-TESTS = str(Path(__file__).parent.parent)
 SECRETS = ("test-secret-key-0123456789", "session-token-9876543210")
 
 
@@ -213,45 +205,15 @@ def test_no_secret_in_the_writer(server):
     )
 
 
-def child(server, seed):
-    code = f"""
-        import signal, sys, torch, dcp_rs
-        sys.path.insert(0, {TESTS!r})
-        from support.stored import large_state
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("begin", flush=True)
-        try:
-            dcp_rs.save(large_state({seed}), {server.url("ckpt")!r}, storage_options={server.options()!r})
-            print("saved", flush=True)
-        except KeyboardInterrupt:
-            print("stopped", flush=True)
-    """
-    process = programs.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "begin\n"
-    return process
-
-
-def wait_for(server, matches, process):
-    deadline = time.monotonic() + 60
-    while not any(matches(request) for request in server.asked()):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.02)
+def begin_save(server, matches, seed):
+    where = f"{server.url('ckpt')!r}, storage_options={server.options()!r}"
+    setup = "from support.stored import large_state"
+    return stopped.begin(server, matches, f"dcp_rs.save(large_state({seed}), {where})", setup)
 
 
 def test_ctrl_c_ends_a_save(server):
-    """While the store says nothing. The limit is what is promised, a second, and some for a busy machine."""
     server.faults.append(Fault(delay=60.0, times=None, matches=of("part")))
-    process = child(server, 1)
-    wait_for(server, of("part"), process)
-    begin = time.monotonic()
-    os.kill(process.pid, signal.SIGINT)
-    assert process.stdout.readline() == "stopped\n"
-    took = time.monotonic() - begin
-    assert process.wait(30) == 0
-    assert took < 20  # the store is silent for 60
+    stopped.interrupt(begin_save(server, of("part"), 1))
     assert names(server) == []
     end = time.monotonic() + 10  # what was asked may still be on its way
     while server.open_uploads() and time.monotonic() < end:
@@ -270,12 +232,8 @@ def test_ctrl_c_ends_a_save(server):
 def test_a_kill_leaves_the_one_before_whole(server, kind):
     first = large_state(1)
     save(server, first)
-    mark = len(server.requests)
     server.faults.append(Fault(delay=120.0, times=None, matches=KINDS[kind]))
-    process = child(server, 2)
-    wait_for(
-        server, lambda request: KINDS[kind](request) and request in server.requests[mark:], process
-    )
+    process = begin_save(server, KINDS[kind], 2)
     process.kill()
     process.wait(30)
     server.faults.clear()

@@ -12,19 +12,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, StorageError, UnsupportedError
-from support import assert_state_equal, run_ranks
+from support import assert_state_equal, blank, run_ranks
+from support.files import flip
 from support.object_server import Fault
-
-
-def empty(state):
-    return {
-        name: empty(value)
-        if isinstance(value, dict)
-        else torch.zeros_like(value)
-        if isinstance(value, torch.Tensor)
-        else None
-        for name, value in state.items()
-    }
 
 
 def data_files(folder):
@@ -33,14 +23,6 @@ def data_files(folder):
 
 def data_requests(server):
     return [request for request in server.requests if request.key.endswith(".safetensors")]
-
-
-def flip(path, at):
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 @pytest.fixture(params=["folder", "store"])
@@ -57,7 +39,7 @@ def place(request, saved, tmp_path, server):
 
 def load(place, **options):
     state, own, tier = place
-    got = empty(state)
+    got = blank(state)
     report = dcp_rs.load(got, **{"tiers": [tier], **own, **options})
     assert_state_equal(got, state)
     return report
@@ -106,7 +88,7 @@ def test_a_file_that_differs_is_passed_over_by_name(place, tear):
 @pytest.mark.parametrize("io", ["auto", "mmap", "direct", "buffered"])
 def test_damage_that_a_read_finds_is_read_from_elsewhere(place, io):
     (file,) = data_files(place[2])
-    flip(file, file.stat().st_size // 2)
+    flip(file)
     with pytest.warns(UserWarning, match=f"{file} is passed over: .*digest"):
         report = load(place, verify=True, io=io)
     # Values were read before.
@@ -117,7 +99,7 @@ def test_the_next_tier_comes_before_the_checkpoint(place, tmp_path, server):
     second = tmp_path / "second"
     shutil.copytree(place[2], second)
     (file,) = data_files(place[2])
-    flip(file, file.stat().st_size // 2)
+    flip(file)
     with pytest.warns(UserWarning, match="passed over"):
         report = load(place, verify=True, tiers=[place[2], second])
     assert sum(report.bytes_from_tiers.values()) == report.bytes_wanted
@@ -128,15 +110,15 @@ def test_the_next_tier_comes_before_the_checkpoint(place, tmp_path, server):
 def test_damage_everywhere_is_an_error(place, server):
     state, own, tier = place
     for file in data_files(tier):
-        flip(file, file.stat().st_size // 2)
+        flip(file)
     same = {**own, "path": tier, "storage_options": None}
     with pytest.raises(CorruptDataError), warnings.catch_warnings(action="ignore"):
-        dcp_rs.load(empty(state), **same, tiers=[tier], verify=True)
+        dcp_rs.load(blank(state), **same, tiers=[tier], verify=True)
 
 
 def test_a_reader_and_open_read_from_the_tier(place, server):
     state, own, tier = place
-    got = empty(state["model"])
+    got = blank(state["model"])
     reader = dcp_rs.RsReader(**own, tiers=[tier])
     dcp.load({"model": got}, storage_reader=reader)
     assert_state_equal(got, state["model"])
@@ -151,8 +133,8 @@ def test_a_reader_and_open_read_from_the_tier(place, server):
 def test_damage_under_open_and_dcp_load(place):
     state, own, tier = place
     (file,) = data_files(tier)
-    flip(file, file.stat().st_size // 2)
-    got = empty(state["model"])
+    flip(file)
+    got = blank(state["model"])
     with pytest.warns(UserWarning, match="passed over"):
         dcp.load({"model": got}, storage_reader=dcp_rs.RsReader(**own, tiers=[tier], verify=True))
     assert_state_equal(got, state["model"])
@@ -192,7 +174,7 @@ def test_a_damaged_index_of_a_tier_is_passed_over(place, tmp_path):
 def test_damage_below_a_device_load(place, sim, device):
     state, own, tier = place
     (file,) = data_files(tier)
-    flip(file, file.stat().st_size // 2)
+    flip(file)
     got = {"model": {n: torch.zeros_like(t).to(device) for n, t in state["model"].items()}}
     with pytest.warns(UserWarning, match="passed over"):
         dcp_rs.load(got, **own, tiers=[tier], verify=True)
@@ -206,11 +188,11 @@ def test_the_index_of_a_tier_counts_where_there_is_none_or_no_store(place, serve
     else:
         shutil.rmtree(own["path"])
     with pytest.raises((CheckpointNotFoundError, StorageError)):
-        dcp_rs.load(empty(state), **own)
+        dcp_rs.load(blank(state), **own)
     load(place)
     (tier / "index.dcprs").unlink()
     with pytest.raises((CheckpointNotFoundError, StorageError)):
-        dcp_rs.load(empty(state), **own, tiers=[tier])
+        dcp_rs.load(blank(state), **own, tiers=[tier])
 
 
 def test_an_index_at_its_place_counts_before_that_of_a_tier(place, tmp_path):
@@ -271,7 +253,7 @@ def test_damage_on_one_rank_alone_stops_no_other(tmp_path):
     tier = tmp_path / "tier"
     shutil.copytree(tmp_path / "ckpt", tier)
     for file in data_files(tier)[1:]:
-        flip(file, file.stat().st_size - 100)
+        flip(file, -100)
     reports = run_ranks(2, load_sharded, tmp_path / "ckpt", [tier], True)
     # One rank has all its rows from the tier: either, as the names of files are random.
     from_tier = sorted(report.bytes_from_tiers.get(str(tier), 0) for report in reports)

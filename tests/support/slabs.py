@@ -9,6 +9,7 @@ from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.transfer import load
 from dcp_rs.transfer.save import Entry
 from dcp_rs.transfer.target import Target, stored_dtype
+from support.files import flip
 from support.forged import commit_ranks
 
 SMALL = ReadOptions(max_inflight_bytes=1 << 20)  # slabs of 128 KiB
@@ -52,11 +53,7 @@ def batch_of(index):
 def damage(path, index):
     """Flips a byte near the end of the data."""
     last = index.files()[-1]
-    with (path / last.name).open("r+b") as file:
-        file.seek(last.size - 3)
-        byte = file.read(1)
-        file.seek(last.size - 3)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(path / last.name, -3)
 
 
 def entries_of(state_dict):

@@ -16,7 +16,7 @@ from support.states import dtypes_state, shapes_state
 ROWS = 100_000
 
 
-def archive(data, records=(), method=zipfile.ZIP_STORED):
+def archive(data, records=(), method=zipfile.ZIP_STORED, order="little"):
     """A file of torch.save with this pickle, and records by name."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", method) as file:
@@ -24,7 +24,7 @@ def archive(data, records=(), method=zipfile.ZIP_STORED):
         for name, record in records:
             file.writestr(f"archive/{name}", record)
         file.writestr("archive/version", "3\n")
-        file.writestr("archive/byteorder", "little")
+        file.writestr("archive/byteorder", order)
     return buffer.getvalue()
 
 

@@ -129,6 +129,19 @@ def parallelize(kind: str, seed: int, **options: Any) -> nn.Module:  # noqa: C90
 KINDS = ["ddp", "fsdp1", "fsdp1_flat", "fsdp1_hybrid", "fsdp2", "hsdp", "tp", "fsdp2_tp"]
 
 
+class Holder:
+    """An object that has a state, as a scheduler or a loader does."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 def train_step(model: nn.Module, optimizers: list[torch.optim.Optimizer], at: int) -> float:
     """One step on the batch number ``at``, the same on every rank, so that any number of ranks does the same training."""
     generator = torch.Generator().manual_seed(at)

@@ -336,30 +336,6 @@ def test_asking_an_optimizer_reaches_none_within_it(ckpt):
     assert_state_equal(resumed.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-def test_what_is_known_of_groups_is_said_before_anything_is_read(ckpt):
-    """The model and the moments were overwritten by then."""
-    model = Four()
-    optimizer = torch.optim.Adam(
-        [{"params": [model.a, model.b], "lr": 0.1}, {"params": [model.c, model.d], "lr": 0.2}]
-    )
-    train(model, optimizer)
-    save_training_state(ckpt, model, optimizer, fsync=False)
-    other = Four()
-    resumed = torch.optim.Adam(other.parameters())
-    train(other, resumed, 5)
-    parameters = [param.clone() for param in other.parameters()]
-    moments = [resumed.state[param]["exp_avg"].clone() for param in other.parameters()]
-    with pytest.raises(
-        PlanError,
-        match=r"group 0 of optimizer 0 were saved in groups that differ in lr \(0.1 and 0.2\)",
-    ):
-        load_training_state(ckpt, other, resumed)
-    assert all(map(torch.equal, other.parameters(), parameters))
-    assert all(
-        map(torch.equal, (resumed.state[param]["exp_avg"] for param in other.parameters()), moments)
-    )
-
-
 # --- kinds of tensors
 
 

@@ -18,7 +18,7 @@ from dcp_rs.optim import (
     training_state,
 )
 from support import assert_state_equal, run_ranks
-from support.training import parallelize, quiet, train_step, whole
+from support.training import Holder, parallelize, quiet, train_step, whole
 
 
 @pytest.fixture(autouse=True)
@@ -49,17 +49,6 @@ def copied(optimizer):
         param: {name: value.clone() for name, value in state.items()}
         for param, state in optimizer.state.items()
     }
-
-
-class Holder:
-    def __init__(self, **state):
-        self.state = state
-
-    def state_dict(self):
-        return dict(self.state)
-
-    def load_state_dict(self, state):
-        self.state = dict(state)
 
 
 LEFT_OUT = {
@@ -158,14 +147,14 @@ def test_extras_that_a_planner_leaves_out_stay(ckpt):
         "step": 5,
         "schedule": schedule,
         "numbers": {"k": 1, "j": 2},
-        "holder": Holder(t=torch.ones(3), u=torch.ones(2), n=1),
+        "holder": Holder({"t": torch.ones(3), "u": torch.ones(2), "n": 1}),
         "tree": {"list": [torch.ones(1), torch.ones(2)], 3: torch.ones(1)},
     }
     save_training_state(ckpt, model, (), saved, fsync=False)
 
     def load(**options):
         new = torch.optim.lr_scheduler.StepLR(torch.optim.Adam(model.parameters()), 7, gamma=0.9)
-        holder = Holder(t=torch.zeros(3), u=torch.zeros(2), n=0)
+        holder = Holder({"t": torch.zeros(3), "u": torch.zeros(2), "n": 0})
         extra = {"step": 3, "schedule": new, "numbers": {"k": 0}, "holder": holder}
         extra["tree"] = {"list": [torch.zeros(1)], 3: torch.zeros(1)}
         report = load_training_state(ckpt, model, (), extra, **options)
@@ -190,8 +179,8 @@ def test_extras_that_a_planner_leaves_out_stay(ckpt):
 
 def test_an_object_without_what_is_left_out_gets_none_of_it(ckpt):
     model, _ = start(0)
-    save_training_state(ckpt, model, (), {"holder": Holder(t=torch.ones(3))}, fsync=False)
-    holder = Holder()
+    save_training_state(ckpt, model, (), {"holder": Holder({"t": torch.ones(3)})}, fsync=False)
+    holder = Holder({})
     load_training_state(ckpt, model, (), {"holder": holder}, exclude="extra.*")
     assert holder.state == {}
 
@@ -212,12 +201,12 @@ def without_a_chunk(path, *names):
 @pytest.mark.parametrize("steps", [0, 2])
 def test_state_that_the_checkpoint_holds_in_part_is_not_used(tmp_path, steps):
     model, optimizer = start(5)
-    state = training_state(model, optimizer, {"holder": Holder(t=torch.ones(3))})
+    state = training_state(model, optimizer, {"holder": Holder({"t": torch.ones(3)})})
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     gone = ["optim.state.0.weight.exp_avg", "extra.holder.t"]
     without_a_chunk(tmp_path, *gone)
     other, resumed = start(steps, seed=1)
-    holder = Holder(t=torch.zeros(3))
+    holder = Holder({"t": torch.zeros(3)})
     before = copied(resumed)
     with pytest.raises(
         PlanError,

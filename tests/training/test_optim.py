@@ -229,15 +229,6 @@ def test_groups_that_were_one_have_a_rate_each(ckpt, load):
     assert second["lr"].item() == pytest.approx(0.1)
 
 
-def test_a_group_without_parameters_gets_its_settings(ckpt):
-    model = small()
-    groups = [{"params": list(model.parameters()), "lr": 0.1}, {"params": [], "lr": 0.2}]
-    save_training_state(ckpt, model, torch.optim.SGD(groups), fsync=False)
-    resumed = torch.optim.SGD([{"params": list(model.parameters())}, {"params": []}], lr=9.0)
-    load_training_state(ckpt, model, resumed)
-    assert [group["lr"] for group in resumed.param_groups] == [0.1, 0.2]
-
-
 DAMAGED = (5, [5], [{"lr": 1}], {"a": 3}, [{"params": 5}], "abc", None)
 
 

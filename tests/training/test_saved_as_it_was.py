@@ -14,7 +14,7 @@ import dcp_rs
 from dcp_rs.errors import PlanError
 from dcp_rs.optim import load_training_state, save_training_state
 from support import assert_state_equal, run_ranks
-from support.training import CPU, quiet
+from support.training import CPU, Holder, quiet
 
 
 class Scaled(nn.Linear):
@@ -29,17 +29,6 @@ class Scaled(nn.Linear):
 
     def set_extra_state(self, state):
         self.extra = state
-
-
-class Holder:
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 STATES = {

@@ -22,6 +22,7 @@ from dcp_rs.engine.broadcast_read import _Exchange
 from dcp_rs.errors import CorruptDataError, DcpRsError, PlanError, UnsafePickleError
 from dcp_rs.optim import load_training_state, save_training_state
 from support import assert_state_equal, rank_outcomes, run_ranks
+from support.files import flip
 
 MIB = 1 << 20
 
@@ -204,9 +205,7 @@ def load_damaged(path):
 def test_damage_that_one_rank_finds_is_raised_on_all(ckpt):
     save_whole(ckpt)
     (data,) = ckpt.glob("*.safetensors")
-    with data.open("r+b") as file:
-        file.seek(data.stat().st_size // 2)
-        file.write(b"\xff\xfe\xfd")
+    flip(data)
     for outcome in rank_outcomes(4, load_damaged, ckpt, timeout=60):
         assert isinstance(outcome.error, CorruptDataError), outcome
         assert "big" in str(outcome.error)

@@ -25,6 +25,7 @@ from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions, has_local_peers
 from support import assert_state_equal, run_ranks
 from support.both import HAS_RANK_LOCAL
+from support.files import drop_from_page_cache
 
 SHAPE = (2048, 4096)  # 32 MiB in float32; a quarter of a row is 4 KiB
 RANKS = 4
@@ -32,13 +33,6 @@ RANKS = 4
 
 def numbered():
     return torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.int32).view(torch.float32).reshape(SHAPE)
-
-
-def drop_from_page_cache(folder):
-    for file in Path(folder).iterdir():
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def delivered():

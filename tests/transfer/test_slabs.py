@@ -11,6 +11,7 @@ from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer import buffers, upload
 from support import threads
+from support.files import drop_from_page_cache
 from support.slabs import batch_of, saved, state
 
 # --- the engine
@@ -19,10 +20,7 @@ from support.slabs import batch_of, saved, state
 def test_uncached_data_is_read_past_the_page_cache(ckpt):
     want = state() | {"large": torch.randn(1500, 1000)}
     index = saved(ckpt, want)
-    for path in index.file_paths():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drop_from_page_cache(ckpt)
     batch = batch_of(index)
     running = upload.SlabLoad(
         batch, batch.slab_regions(0), sort=True, accelerator=False, options=ReadOptions(io="direct")

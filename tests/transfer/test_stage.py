@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
 
 from dcp_rs.transfer import buffers
 from dcp_rs.transfer.buffers import BlockPool
@@ -30,14 +31,10 @@ def test_a_staged_copy_is_a_copy():
     assert staged["buffers"][0].any()
 
 
-def contiguous(value):
-    if isinstance(value, torch.Tensor):
-        return value.detach().resolve_conj().resolve_neg().contiguous()
-    if isinstance(value, dict):
-        return {key: contiguous(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [contiguous(entry) for entry in value]
-    return value
+def contiguous(tree):
+    return tree_map_only(
+        torch.Tensor, lambda t: t.detach().resolve_conj().resolve_neg().contiguous(), tree
+    )
 
 
 def test_the_memory_of_a_copy_serves_the_next_once_it_is_released():
