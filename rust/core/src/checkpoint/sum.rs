@@ -3,8 +3,6 @@
 
 #![allow(unsafe_code)] // destinations are addresses that the caller guarantees
 
-mod runs;
-
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -72,28 +70,12 @@ struct SumRegion {
 struct Input<'a> {
     index: &'a Index,
     files: Vec<FileRef>,
-    /// Destinations are offsets in the sums of a unit, or of a group.
+    /// Destinations are offsets in the sums of a unit.
     requests: Vec<ReadReq>,
-    /// The requests of each unit or group.
+    /// The requests of each unit.
     ranges: Vec<Range<usize>>,
     probe: FileProbe,
     verify: Verify,
-}
-
-impl<'a> Input<'a> {
-    fn new(
-        summand: &'a Summand,
-        gather: Gather,
-        ranges: Vec<Range<usize>>,
-        options: &ReadOptions,
-        control: &Control,
-    ) -> Result<Self> {
-        let index = &summand.index;
-        let (files, requests) = gather.into_parts();
-        let probe = FileProbe::new(&files, &requests, options, &**index);
-        let probe = probe.map_err(|error| explain(index, error, control))?;
-        Ok(Self { index, files, requests, ranges, probe, verify: options.verify })
-    }
 }
 
 /// Sums in float32, or in float64 (`is_double`), and rounds once.
@@ -118,28 +100,7 @@ pub unsafe fn sum(
     if sums.iter().any(|sum| sum.tensors.len() != summands.len()) {
         return Err(Error::Plan("a sum has a tensor of each summand".into()));
     }
-    // SAFETY: the caller guarantees it.
-    unsafe {
-        // Long runs in mapped files need no memory of their own. Everything else is gathered.
-        let left = runs::sum_runs(summands, sums, is_double, options, control)?;
-        sum_units(summands, sums, &left, is_double, options, control)
-    }
-}
-
-/// Computes the sums of these numbers, unit by unit: reads the elements of each summand into memory
-/// that adds them up.
-///
-/// # Safety
-/// That of [`sum`].
-unsafe fn sum_units(
-    summands: &[Summand],
-    sums: &[Sum],
-    numbers: &[usize],
-    is_double: bool,
-    options: &ReadOptions,
-    control: &Control,
-) -> Result<()> {
-    let units = units(sums, numbers);
+    let units = units(sums);
     if units.is_empty() {
         return Ok(());
     }
@@ -226,11 +187,19 @@ impl Worker {
         let fit = |x: u64| usize::try_from(x).unwrap_or(usize::MAX);
         let base = self.memory.as_ptr().cast::<u8>();
         for part in &unit.parts {
-            let sum = &sums[part.sum];
-            let from = base.wrapping_add(fit(part.at * size_of_sum(is_double)));
-            let (begin, count) = (fit(part.begin), fit(part.elements));
+            let Sum { to, is_bfloat16, .. } = &sums[part.sum];
+            let size = size_of_sum(is_double);
+            let from = base.wrapping_add(fit(part.at * size));
+            let to = |size| to.0.wrapping_add(fit(part.begin * size));
             // SAFETY: the sums of the part are in memory, and the caller guarantees the rest.
-            unsafe { hand_over(sum.to, begin, from, count, sum.is_bfloat16, is_double) };
+            unsafe {
+                if *is_bfloat16 {
+                    round_to_bfloat16(to(2), from, fit(part.elements));
+                } else {
+                    let length = fit(part.elements * size);
+                    std::ptr::copy_nonoverlapping(from, to(size), length);
+                }
+            }
         }
     }
 }
@@ -246,10 +215,10 @@ fn nothing(is_double: bool) -> u64 {
 }
 
 /// Splits sums into parts, and combines small ones.
-fn units(sums: &[Sum], numbers: &[usize]) -> Vec<Unit> {
+fn units(sums: &[Sum]) -> Vec<Unit> {
     let mut units: Vec<Unit> = Vec::new();
-    for &number in numbers {
-        let (sum, mut begin) = (&sums[number], 0);
+    for (number, sum) in sums.iter().enumerate() {
+        let mut begin = 0;
         split(&sum.region.sizes, 1, PART, &mut |offsets, sizes| {
             let elements: u64 = sizes.iter().product();
             let offsets: Vec<u64> =
@@ -287,57 +256,38 @@ fn input<'a>(
     for unit in units {
         let first = gather.len();
         for part in &unit.parts {
-            let tensor = sums[part.sum].tensors[number];
-            let sink = sink(summand, tensor, is_double)?;
-            add(&mut gather, tensor, &part.region, part.at, sink)?;
+            add(&mut gather, summand, sums[part.sum].tensors[number], part, is_double)?;
         }
         ranges.push(first..gather.len());
     }
-    Input::new(summand, gather, ranges, options, control)
+    let index = &summand.index;
+    let (files, requests) = gather.into_parts();
+    let probe = FileProbe::new(&files, &requests, options, &**index);
+    let probe = probe.map_err(|error| explain(index, error, control))?;
+    Ok(Input { index, files, requests, ranges, probe, verify: options.verify })
 }
 
-/// Adds a region to the reads, for the sums from element `at` on.
-fn add(gather: &mut Gather, tensor: u32, region: &Region, at: u64, sink: Accumulate) -> Result<()> {
-    let at =
-        usize::try_from(at * sink.size()).map_err(|_| Error::Plan("too much to sum up".into()))?;
-    let to = Memory {
-        address: Destination(std::ptr::without_provenance_mut(at)),
-        strides: row_major(&region.sizes).iter().map(|stride| stride * sink.size()).collect(),
-    };
-    gather.add_with(Source::Tensor(tensor), region, &to, Operation::Accumulate(sink))
-}
-
-/// Returns the operation that adds the elements of a tensor.
-fn sink(summand: &Summand, tensor: u32, is_double: bool) -> Result<Accumulate> {
+/// Adds the elements of a tensor to the reads, for a part of a sum.
+fn add(
+    gather: &mut Gather,
+    summand: &Summand,
+    tensor: u32,
+    part: &SumRegion,
+    is_double: bool,
+) -> Result<()> {
     let index = &summand.index;
     let dtype = index.tensor(tensor).dtype;
     let sink = dtype.and_then(|dtype| Accumulate::new(dtype, summand.weight, is_double));
-    sink.ok_or_else(|| {
+    let sink = sink.ok_or_else(|| {
         let reason = "its elements are not added to such sums";
         Error::tensor_plan(Some(index.path()), index.name(tensor), reason)
-    })
-}
-
-/// Copies `count` sums to the destination, from its element `begin` on, and rounds them if it is
-/// bfloat16.
-///
-/// # Safety
-/// `from` is valid for reads of the sums, and the destination for writes of them.
-unsafe fn hand_over(
-    to: Destination,
-    begin: usize,
-    from: *const u8,
-    count: usize,
-    is_bfloat16: bool,
-    is_double: bool,
-) {
-    let size = if is_double { 8 } else { 4 };
-    // SAFETY: the caller guarantees it.
-    unsafe {
-        if is_bfloat16 {
-            round_to_bfloat16(to.0.wrapping_add(begin * 2), from, count);
-        } else {
-            std::ptr::copy_nonoverlapping(from, to.0.wrapping_add(begin * size), count * size);
-        }
-    }
+    })?;
+    let at = usize::try_from(part.at * sink.size())
+        .map_err(|_| Error::Plan("too much to sum up".into()))?;
+    let strides = row_major(&part.region.sizes);
+    let to = Memory {
+        address: Destination(std::ptr::without_provenance_mut(at)),
+        strides: strides.iter().map(|stride| stride * sink.size()).collect(),
+    };
+    gather.add_with(Source::Tensor(tensor), &part.region, &to, Operation::Accumulate(sink))
 }

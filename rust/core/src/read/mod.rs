@@ -27,7 +27,6 @@ pub(crate) use engine::{FileRange, visit};
 pub use probe::connect;
 pub(crate) use probe::{bytes_of, span};
 pub use sequential::{FileProbe, Sequential};
-pub(crate) use verify::compare;
 
 /// How the bytes of a file are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
