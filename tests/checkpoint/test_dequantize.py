@@ -452,8 +452,9 @@ def test_config_json_that_is_no_json_is_refused(tmp_path):
     tensors, _ = quantized.fp8("m", 13, 13, seed=42)
     quantized.write(tmp_path / "q", tensors)
     (tmp_path / "q" / "config.json").write_text("{")
-    with pytest.raises(dcp_rs.QuantizationError, match=r"config\.json"):
+    with pytest.raises(dcp_rs.QuantizationError) as refused:
         dcp_rs.open(tmp_path / "q", dequantize=True)
+    assert str(refused.value).count("config.json") == 1
     (tmp_path / "q" / "config.json").write_text(json.dumps({"model_type": "x"}))
     assert dcp_rs.open(tmp_path / "q", dequantize=True)["m.weight"].dtype == BF16
 
@@ -688,6 +689,13 @@ def test_other_formats_of_comfyui_are_refused(tmp_path, about):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": modelopt}))
     with pytest.raises(dcp_rs.QuantizationError, match="ComfyUI"):
         dcp_rs.open(tmp_path / "old.safetensors", dequantize=True)
+
+
+def test_empty_description_of_a_layer_is_refused(tmp_path):
+    tensors, _ = quantized.nvfp4("m", 128, 64, seed=1, modelopt=True)
+    quantized.write(tmp_path, {**tensors, "m.comfy_quant": torch.empty(0, dtype=torch.uint8)})
+    with pytest.raises(dcp_rs.QuantizationError, match=r"comfy_quant.*must describe a weight in 1"):
+        dcp_rs.open(tmp_path, dequantize=True)
 
 
 @pytest.mark.parametrize(

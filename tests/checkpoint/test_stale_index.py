@@ -11,7 +11,10 @@ from support.both import save_rs, save_stock
 from support.failures import failure, loaded, read_whole
 
 STATE = {"a": torch.arange(6.0), "b": torch.ones(3), "step": 1}
-ANEW = "dcp_rs.index(path, overwrite=True) makes it anew, and without index.dcprs the data is read as it is"
+ANEW = (
+    "index.dcprs describes the files as they were before: if the files are right, replace it with "
+    "dcp_rs.index(path, overwrite=True), or remove it"
+)
 
 
 def template():
@@ -61,7 +64,7 @@ def test_stale_index_over_data_of_others(indexed, dcp_rs_cli, change, use):
     (problem,) = dcp_rs.verify(path).problems
     assert str(problem).count(ANEW) == 1
     status, out, _ = dcp_rs_cli("verify", path)
-    assert (status, out.count("dcp-rs index --overwrite makes it anew")) == (1, 1)
+    assert (status, out.count("replace it with dcp-rs index --overwrite, or remove it")) == (1, 1)
     if change is not gone:
         dcp_rs.index(path, overwrite=True)
         assert load(path)["a"].tolist() == STATE["a"].tolist()

@@ -70,9 +70,8 @@ fn mend(index: &Index) -> &'static str {
         SourceKind::Native => "dcp_rs.verify(path) lists what is lost",
         _ if index.is_in_memory() => "open the checkpoint again",
         _ => {
-            "if what is there is right, the index is of other files: \
-             dcp_rs.index(path, overwrite=True) makes it anew, \
-             and without index.dcprs the data is read as it is"
+            "index.dcprs describes the files as they were before: if the files are right, replace \
+             it with dcp_rs.index(path, overwrite=True), or remove it"
         }
     }
 }

@@ -55,7 +55,7 @@ fn config(index: &Index, files: Files<'_>) -> Result<Option<Config>> {
         let config = Config::parse(&text).map_err(|reason| Error::Quantization {
             path,
             tensor: String::new(),
-            reason: format!("{name}: {reason}"),
+            reason,
         })?;
         if config.is_some() {
             return Ok(config);
@@ -107,7 +107,11 @@ fn read_small(
             return Err(Error::Quantization {
                 path: index.path().to_owned(),
                 tensor: view.name.to_owned(),
-                reason: format!("it is {:?}, and not a few numbers", view.shape.as_slice()),
+                reason: format!(
+                    "it has the shape {:?}, but must describe a weight in 1 to {SMALL} bytes; load \
+                     the stored codes instead (without dequantize=)",
+                    view.shape.as_slice()
+                ),
             });
         };
         let mut bytes = vec![0; usize::try_from(length).unwrap_or(0)];
