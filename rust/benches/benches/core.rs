@@ -7,13 +7,10 @@ use std::path::Path;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use dcp_rs_benches::{chunk, file, tensor};
-use dcp_rs_core::copy::{Loop, SignBits, Stores, copy_strided};
+use dcp_rs_core::copy::{Loop, Stores, copy_strided};
 use dcp_rs_core::format::{BLOCK_SIZE, Index, IndexBuilder, Kind, SourceKind, block_digest, cover};
 use dcp_rs_core::geometry::{Dims, Region};
-use dcp_rs_core::paths::Links;
-use dcp_rs_core::read::{
-    Catalog, Destination, FileRef, IoMode, Operation, ReadOptions, ReadReq, read,
-};
+use dcp_rs_core::read::{Catalog, Destination, FileRef, IoMode, ReadOptions, ReadReq, read};
 use dcp_rs_core::save_plan::{assign, encode};
 use dcp_rs_core::write::SaveItem;
 use dcp_rs_core::{Control, Dtype};
@@ -202,36 +199,16 @@ fn reading(c: &mut Criterion) {
     let path = dir.path().join("data");
     let total = 64 * MIB;
     std::fs::write(&path, vec![7_u8; total]).expect("64 MiB of space");
-    let files = [FileRef {
-        path,
-        size: total as u64,
-        mtime_ns: 0,
-        mend: "",
-        links: Links::Any,
-        remote: None,
-        delivered: None,
-    }];
+    let files = [FileRef::new(path, total as u64)];
     let mut to = vec![1_u8; total];
     let mut group = c.benchmark_group("read 64 MiB from the page cache");
     group.throughput(Throughput::Bytes(total as u64));
     for size in [4 << 10, 64 << 10, 16 * MIB] {
         let requests: Vec<ReadReq> = (0..total)
             .step_by(size)
-            .map(|at| ReadReq {
-                file: 0,
-                tensor: 0,
-                chunk_offset: at as u64,
-                chunk_length: size as u64,
-                digests: None,
-                itemsize: 1,
-                shape: Dims::from_slice(&[size as u64]),
-                src_offset: 0,
-                src_strides: Dims::from_slice(&[1]),
-                dst: Destination(to[at..].as_mut_ptr()),
-                dst_strides: Dims::from_slice(&[1]),
-                signs: SignBits::default(),
-                operation: Operation::Copy,
-                coded: None,
+            .map(|at| {
+                let to = Destination(to[at..].as_mut_ptr());
+                ReadReq::bytes(0, 0, at as u64, size as u64, to)
             })
             .collect();
         for io in [IoMode::Mmap, IoMode::Buffered] {

@@ -1,9 +1,10 @@
 //! Progress and cancellation of a long read or write.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::parallel::lock;
 use crate::{Error, Result};
 
 /// Waits longer than this are reported.
@@ -49,13 +50,13 @@ impl Control {
 
     /// Leaves a notice for the caller, which logs it.
     pub fn tell(&self, notice: String) {
-        self.notices.lock().unwrap_or_else(PoisonError::into_inner).push(notice);
+        lock(&self.notices).push(notice);
     }
 
     /// Returns the notices since the last call.
     #[must_use]
     pub fn take_notices(&self) -> Vec<String> {
-        std::mem::take(&mut *self.notices.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *lock(&self.notices))
     }
 
     /// Returns the schedule of reports for a wait that begins now.

@@ -54,4 +54,4 @@ pub use control::{NOTICE, NOTICE_AGAIN};
 pub use dtype::Dtype;
 pub use error::{Error, Result, StorageFault};
 #[doc(hidden)]
-pub use parallel::available as available_cores;
+pub use parallel::{available as available_cores, lock};

@@ -2,7 +2,7 @@
 
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -17,12 +17,26 @@ const WAIT: Duration = Duration::from_micros(100);
 /// Concurrent calls that wait.
 const WAITING: usize = 64;
 
+/// Locks a mutex, even if a thread panicked while it held the lock. Whoever waits for that thread
+/// passes the panic on.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Calls `work` with every number below `count`, in order, on up to `workers` threads. One of them
-/// is the caller's. Each thread has its own state. After the first error, which is returned, no
-/// thread starts another call.
+/// is the caller's. After the first error, which is returned, no thread starts another call.
 ///
 /// If the system has no more threads to spare, fewer do the work.
-pub(crate) fn for_each<S>(
+pub(crate) fn for_each(
+    count: usize,
+    workers: usize,
+    work: impl Fn(usize) -> Result<()> + Sync,
+) -> Result<()> {
+    for_each_with(count, workers, || (), |(), job| work(job))
+}
+
+/// Does the same as [`for_each`], with a state for each thread.
+pub(crate) fn for_each_with<S>(
     count: usize,
     workers: usize,
     state: impl Fn() -> S + Sync,
@@ -68,17 +82,12 @@ pub(crate) fn map<T: Send + Sync>(
 ) -> Result<Vec<T>> {
     let workers = if workers == 0 { available() } else { workers };
     let made: Vec<OnceLock<T>> = std::iter::repeat_with(OnceLock::new).take(count).collect();
-    for_each(
-        count,
-        workers,
-        || (),
-        |(), i| {
-            let value = make(i)?;
-            // Each number occurs once.
-            let _ = made[i].set(value);
-            Ok(())
-        },
-    )?;
+    for_each(count, workers, |i| {
+        let value = make(i)?;
+        // Each number occurs once.
+        let _ = made[i].set(value);
+        Ok(())
+    })?;
     Ok(made.into_iter().filter_map(OnceLock::into_inner).collect())
 }
 
@@ -122,7 +131,7 @@ pub(crate) fn both<A: Send, B>(
     // The thread takes the closure instead of owning it, so it is still here if there is no thread.
     let first = Mutex::new(Some(first));
     let run = || {
-        let first = first.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let first = lock(&first).take();
         first.expect("it is taken once")()
     };
     thread::scope(|scope| {
@@ -170,15 +179,10 @@ mod tests {
     fn does_everything_once() {
         for workers in [0, 1, 3, 100] {
             let seen = Mutex::new(Vec::new());
-            for_each(
-                50,
-                workers,
-                || (),
-                |(), job| {
-                    seen.lock().unwrap().push(job);
-                    Ok(())
-                },
-            )
+            for_each(50, workers, |job| {
+                seen.lock().unwrap().push(job);
+                Ok(())
+            })
             .unwrap();
             let mut seen = seen.into_inner().unwrap();
             seen.sort_unstable();
@@ -260,15 +264,10 @@ mod tests {
     #[test]
     fn an_error_stops_the_rest() {
         let done = AtomicUsize::new(0);
-        let result = for_each(
-            1_000_000,
-            4,
-            || (),
-            |(), job| {
-                done.fetch_add(1, Ordering::Relaxed);
-                if job == 10 { Err(Error::Plan("ten".into())) } else { Ok(()) }
-            },
-        );
+        let result = for_each(1_000_000, 4, |job| {
+            done.fetch_add(1, Ordering::Relaxed);
+            if job == 10 { Err(Error::Plan("ten".into())) } else { Ok(()) }
+        });
         assert_eq!(result.unwrap_err().to_string(), "ten");
         assert!(done.into_inner() < 1_000_000);
     }

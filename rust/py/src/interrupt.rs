@@ -2,9 +2,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use dcp_rs_core::lock;
 use dcp_rs_core::{Control, Result};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
@@ -151,7 +152,7 @@ fn run_all<I: Send, T: Send>(
 fn callable_once<T>(work: impl FnOnce() -> T + Send) -> Arc<impl Fn() -> T + Send + Sync> {
     let work = Mutex::new(Some(work));
     Arc::new(move || {
-        let work = work.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let work = lock(&work).take();
         work.expect("it is called once")()
     })
 }

@@ -2,11 +2,12 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use dcp_rs_core::checkpoint::{self, Begun, Committed};
 use dcp_rs_core::format::Index;
+use dcp_rs_core::lock;
 use dcp_rs_core::store::{self, Body, Condition, Folder, Listed, Remote, StoringConnection};
 use dcp_rs_core::write::{WriteOptions, upload_file, upload_folder};
 use dcp_rs_core::{Control, Error, Result};
@@ -237,7 +238,7 @@ impl Store {
 
 impl Store {
     fn begun(&self) -> MutexGuard<'_, Option<Begun>> {
-        self.begun.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.begun)
     }
 
     fn has_begun(&self) -> Result<Begun> {

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use dcp_rs_core::Dtype;
 use dcp_rs_core::format::{Kind, Value};
 use dcp_rs_core::geometry::{Dims, element_count};
+use dcp_rs_core::lock;
 use dcp_rs_core::save_plan;
 use dcp_rs_core::write::{Part, SaveItem};
 use pyo3::intern;
@@ -258,7 +259,7 @@ impl SavePlan {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        lock(&self.inner)
     }
 }
 

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::commit::give_back;
+use super::locate::local_names;
 use super::recover::recoverable;
 use crate::format::{DataFileName, INDEX_NAME, Index, parse_rank_index_name};
 use crate::store::disk::Disk;
@@ -222,11 +223,7 @@ fn of_saves(
     older_than: Option<Duration>,
     lock: Option<&FolderLock>,
 ) -> Result<Vec<Leftover>> {
-    let failed = |error| Error::io("list", dir, error);
-    let mut names = BTreeSet::new();
-    for entry in fs::read_dir(dir).map_err(failed)? {
-        names.extend(entry.map_err(failed)?.file_name().into_string().ok());
-    }
+    let names = local_names(dir)?;
     let mut claims = Claims::new(dir, lock);
     let mut found = Vec::new();
     for file in unneeded(Files::Local, dir, &names.iter().map(String::as_str).collect())? {

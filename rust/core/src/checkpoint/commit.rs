@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::index_file::identity_of;
-use super::locate::check_no_rank_indexes;
+use super::locate::{check_no_rank_indexes, local_names};
 use crate::format::{
     DataFileName, FileView, INDEX_NAME, Identity, Index, parse_rank_index_name, rank_index_name,
 };
@@ -241,14 +241,8 @@ pub(super) fn index_name(rank: Option<u32>) -> String {
 
 /// Returns the names of single ranks' indexes in a folder.
 fn rank_indexes(dir: &Path) -> Result<Vec<String>> {
-    let failed = |error| Error::io("list", dir, error);
-    let mut names = Vec::new();
-    for entry in fs::read_dir(dir).map_err(failed)? {
-        let name = entry.map_err(failed)?.file_name();
-        names.extend(
-            name.to_str().filter(|name| parse_rank_index_name(name).is_some()).map(str::to_owned),
-        );
-    }
+    let mut names = local_names(dir)?;
+    names.retain(|name| parse_rank_index_name(name).is_some());
     names.sort();
     Ok(names)
 }
@@ -306,16 +300,10 @@ pub(super) fn own_files(index: &Index) -> HashSet<&str> {
 /// # Errors
 /// [`Error::Io`] if the folder cannot be read; [`Error::Unsupported`] after generation 2^64 - 1.
 pub fn next_generation(dir: &Path) -> Result<u64> {
-    let entries = match fs::read_dir(dir) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(1),
-        entries => entries.map_err(|error| Error::io("list", dir, error))?,
-    };
-    let mut names = Vec::new();
-    for entry in entries {
-        let name = entry.map_err(|error| Error::io("list", dir, error))?.file_name();
-        names.extend(name.into_string());
+    match local_names(dir) {
+        Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(1),
+        names => generation_after(identity_of(&dir.join(INDEX_NAME)), &names?),
     }
-    generation_after(identity_of(&dir.join(INDEX_NAME)), &names)
 }
 
 /// Returns one more than the highest generation of the index and of names of data files. Only the

@@ -251,21 +251,16 @@ fn check_written(
     control: &Control,
 ) -> Result<()> {
     let files: Vec<_> = written(index).collect();
-    parallel::for_each(
-        files.len(),
-        LOOKS,
-        || (),
-        |(), number| {
-            let file = &files[number];
-            let path = dir.join(file.name);
-            let found = if again {
-                connection.start(&path, 1, true, control)?.map(|(_, size)| size)
-            } else {
-                connection.look(&path, control)?
-            };
-            check_found(&path, found, file.size)
-        },
-    )
+    parallel::for_each(files.len(), LOOKS, |number| {
+        let file = &files[number];
+        let path = dir.join(file.name);
+        let found = if again {
+            connection.start(&path, 1, true, control)?.map(|(_, size)| size)
+        } else {
+            connection.look(&path, control)?
+        };
+        check_found(&path, found, file.size)
+    })
 }
 
 /// Does what [`discard`](super::discard) does, on a store and for several ranks of one save.

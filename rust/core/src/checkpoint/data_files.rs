@@ -23,13 +23,10 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
     let view = index.file(file);
     if let Some(placed) = index.tiers().and_then(|tiers| tiers.place(file, view.name)) {
         return Ok(FileRef {
-            path: placed.path,
-            size: view.size,
-            mtime_ns: 0, // a copy has another time
-            mend: "",
             links: placed.links,
-            remote: None,
             delivered: Some(placed.delivered),
+            // A copy has another time.
+            ..FileRef::new(placed.path, view.size)
         });
     }
     let path = index.file_path(file);
@@ -48,8 +45,6 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
         )));
     }
     Ok(FileRef {
-        path,
-        size: view.size,
         mtime_ns: view.mtime_ns,
         mend: mend(index),
         // With an index in memory, the links are as old as the folder (a download cache), and
@@ -60,7 +55,7 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
             links(index, view.external)
         },
         remote: index.remote().cloned(),
-        delivered: None,
+        ..FileRef::new(path, view.size)
     })
 }
 

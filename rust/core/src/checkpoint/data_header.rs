@@ -244,15 +244,7 @@ fn chunk(
     let mut sizes = Dims::from_slice(&tensor.shape);
     let mut offsets = Dims::from_slice(saved);
     let name = from_header_name(&tensor.name).ok_or("a name that no tensor has in a header")?;
-    let mut entry = TensorEntry {
-        name: name.to_owned(),
-        kind: Kind::Tensor,
-        dtype: None,
-        shape: Dims::new(),
-        flags: 0,
-        path: None,
-        position: None,
-    };
+    let mut entry = TensorEntry { kind: Kind::Tensor, ..TensorEntry::bytes(name) };
     match about {
         None => {
             let (dtype, _) =

@@ -257,20 +257,10 @@ impl Gather {
         if length > 0 {
             let file = self.place(view.file)?;
             self.push(ReadReq {
-                file,
-                tensor: view.tensor,
-                chunk_offset: view.offset,
-                chunk_length: view.length,
                 digests: view.digests.map(|range| range.start),
-                itemsize: 1,
                 shape: Dims::from_slice(&[length]),
                 src_offset: from,
-                src_strides: Dims::from_slice(&[1]),
-                dst: to,
-                dst_strides: Dims::from_slice(&[1]),
-                signs: SignBits::default(),
-                operation: Operation::Copy,
-                coded: None,
+                ..ReadReq::bytes(file, view.tensor, view.offset, view.length, to)
             });
         }
         Ok(())

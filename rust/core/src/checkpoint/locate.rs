@@ -195,7 +195,8 @@ pub(super) fn names(files: Files<'_>, dir: &Path) -> Result<Option<Vec<String>>>
     }
 }
 
-fn local_names(dir: &Path) -> Result<Vec<String>> {
+/// Returns the names in a folder of the file system, except that of its lock.
+pub(super) fn local_names(dir: &Path) -> Result<Vec<String>> {
     let failed = |e| Error::io("list", dir, e);
     let mut names = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(failed)? {

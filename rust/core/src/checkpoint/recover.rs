@@ -12,7 +12,6 @@ use crate::format::{
     BLOCK_SIZE, BlockCell, BlockDigests, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value,
     block_count, content_digest,
 };
-use crate::paths::Links;
 use crate::store::{FileRef, Files, Remote, Storage};
 use crate::{Control, Error, Result, parallel};
 
@@ -249,13 +248,8 @@ fn hash(
     let digests: Vec<BlockCell> = blocks.iter().map(|_| BlockCell::default()).collect();
     blocks.sort_unstable_by_key(|block| (block.file, block.offset));
     let file = |header: &DataHeader| FileRef {
-        path: header.path.clone(),
-        size: header.entry.size,
-        mtime_ns: 0,
-        mend: "",
-        links: Links::Any,
         remote: remote.cloned(),
-        delivered: None,
+        ..FileRef::new(&header.path, header.entry.size)
     };
     let files = (0..).zip(headers.iter().map(file)).collect();
     each_block(&files, &blocks, threads, control, |block, bytes| {

@@ -120,7 +120,7 @@ pub unsafe fn sum(
         readers: connections.iter().cloned().map(Sequential::new).collect(),
         memory: Vec::new(),
     };
-    parallel::for_each(units.len(), workers, worker, |worker, number| {
+    parallel::for_each_with(units.len(), workers, worker, |worker, number| {
         let unit = &units[number];
         worker.add_up(unit, number, &inputs, is_double, control)?;
         // SAFETY: the caller guarantees the destinations, and no other unit has these elements.

@@ -217,7 +217,7 @@ fn compare_all(
     let problems = Mutex::new(Vec::new());
     each_block(files, blocks, threads, control, |block, bytes| {
         if let Some(problem) = compare(index, files, block, block_digest(bytes)) {
-            problems.lock().unwrap_or_else(PoisonError::into_inner).push((*block, problem));
+            parallel::lock(&problems).push((*block, problem));
         }
         Ok(())
     })
@@ -391,7 +391,6 @@ mod tests {
     use super::*;
     use crate::checkpoint;
     use crate::format::{ChunkEntry, FileEntry, INDEX_NAME, IndexBuilder, TensorEntry, Value};
-    use crate::geometry::Dims;
 
     /// It was once subtracted twice.
     #[test]
@@ -412,15 +411,7 @@ mod tests {
             ..FileEntry::default()
         };
         let file = builder.add_file(file).unwrap();
-        let value = TensorEntry {
-            name: "value".into(),
-            kind: Kind::Bytes,
-            dtype: None,
-            shape: Dims::new(),
-            flags: 0,
-            path: None,
-            position: None,
-        };
+        let value = TensorEntry::bytes("value");
         let tensor = builder.add_tensor(value).unwrap();
         let (offset, length) = (weight.offset, weight.length);
         builder

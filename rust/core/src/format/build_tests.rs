@@ -1,7 +1,6 @@
 //! Tests of indexes: layout, merging, damage and look-ups.
 
 use proptest::prelude::*;
-use smallvec::smallvec;
 
 use super::super::digest::index_digest;
 use super::super::layout::{DIGEST_AT, HEADER_LEN};
@@ -63,17 +62,7 @@ fn sample() -> Vec<u8> {
     builder.root = Value::Dict(vec![]);
     let w = builder.add_tensor(f32_tensor("w", &[4, 4])).unwrap();
     let b = builder.add_tensor(f32_tensor("b", &[])).unwrap();
-    let step = builder
-        .add_tensor(TensorEntry {
-            name: "a.step".into(),
-            kind: Kind::Bytes,
-            dtype: None,
-            shape: smallvec![],
-            flags: 0,
-            path: None,
-            position: None,
-        })
-        .unwrap();
+    let step = builder.add_tensor(TensorEntry::bytes("a.step")).unwrap();
     builder.add_chunk(chunk(w, 4128, &[2, 0], &[2, 4])).unwrap();
     builder.add_chunk(chunk(w, 4096, &[0, 0], &[2, 4])).unwrap();
     builder.add_chunk(chunk(b, 4160, &[], &[])).unwrap();

@@ -64,6 +64,26 @@ pub struct TensorEntry {
     pub position: Option<u32>,
 }
 
+impl TensorEntry {
+    /// Describes a tensor without flags, path and position.
+    pub fn tensor(name: impl Into<String>, dtype: Dtype, shape: Dims) -> Self {
+        Self { kind: Kind::Tensor, dtype: Some(dtype), shape, ..Self::bytes(name) }
+    }
+
+    /// Describes a value that is no tensor.
+    pub fn bytes(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            kind: Kind::Bytes,
+            dtype: None,
+            shape: Dims::new(),
+            flags: 0,
+            path: None,
+            position: None,
+        }
+    }
+}
+
 /// A chunk of a tensor that was added before. By default it is contiguous and has no digests.
 #[derive(Clone, Debug, Default)]
 pub struct ChunkEntry {

@@ -145,7 +145,7 @@ mod tests {
 
     use super::*;
     use crate::Dtype;
-    use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry};
+    use crate::format::{ChunkEntry, FileEntry, IndexBuilder, SourceKind, TensorEntry};
 
     fn index(shape: &[u64], chunks: &[Region]) -> Index {
         let mut builder = IndexBuilder::new(SourceKind::Native);
@@ -159,15 +159,7 @@ mod tests {
             })
             .unwrap();
         let tensor = builder
-            .add_tensor(TensorEntry {
-                name: "w".into(),
-                kind: Kind::Tensor,
-                dtype: Some(Dtype::UINT8),
-                shape: Dims::from_slice(shape),
-                flags: 0,
-                path: None,
-                position: None,
-            })
+            .add_tensor(TensorEntry::tensor("w", Dtype::UINT8, Dims::from_slice(shape)))
             .unwrap();
         let mut offset = 0;
         for chunk in chunks {

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use zerocopy::FromBytes as _;
 use zerocopy::little_endian::U64;
@@ -364,7 +364,7 @@ impl Check<'_> {
                 (start, count) = (t + 1, 0);
             }
         }
-        parallel::for_each(runs.len(), workers, || (), |(), run| self.chunks_of(runs[run].clone()))
+        parallel::for_each(runs.len(), workers, |run| self.chunks_of(runs[run].clone()))
     }
 
     fn chunks_of(&self, tensors: Range<usize>) -> Result<()> {
@@ -447,25 +447,20 @@ impl Check<'_> {
                 Mutex::new(own)
             })
             .collect();
-        parallel::for_each(
-            by_file.len(),
-            workers,
-            || (),
-            |(), file| {
-                let mut ranges = by_file[file].lock().unwrap_or_else(PoisonError::into_inner);
-                if !ranges.is_sorted() {
-                    ranges.sort_unstable();
+        parallel::for_each(by_file.len(), workers, |file| {
+            let mut ranges = parallel::lock(&by_file[file]);
+            if !ranges.is_sorted() {
+                ranges.sort_unstable();
+            }
+            let mut end = 0;
+            for &(from, to) in ranges.iter().filter(|(from, to)| from < to) {
+                if from < end {
+                    return self.shared(file, from);
                 }
-                let mut end = 0;
-                for &(from, to) in ranges.iter().filter(|(from, to)| from < to) {
-                    if from < end {
-                        return self.shared(file, from);
-                    }
-                    end = to;
-                }
-                Ok(())
-            },
-        )
+                end = to;
+            }
+            Ok(())
+        })
     }
 
     /// Returns the error for a chunk that begins inside the bytes of another one.

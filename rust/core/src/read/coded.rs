@@ -138,7 +138,7 @@ pub unsafe fn read(
     let connection = connect(files, threads)?;
     let stats = Mutex::new(ReadStats::default());
     let reader = || Sequential::new(connection.clone());
-    parallel::for_each(windows.len(), workers, reader, |reader, i| {
+    parallel::for_each_with(windows.len(), workers, reader, |reader, i| {
         let (number, offsets, sizes) = &windows[i];
         let before = reader.stats();
         // SAFETY: the caller guarantees it.
@@ -153,7 +153,7 @@ pub unsafe fn read(
                 (offsets, sizes),
             )?;
         };
-        *stats.lock().unwrap_or_else(PoisonError::into_inner) += reader.stats() - before;
+        *parallel::lock(&stats) += reader.stats() - before;
         Ok(())
     })?;
     Ok(stats.into_inner().unwrap_or_else(PoisonError::into_inner))

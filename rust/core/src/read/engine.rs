@@ -2,10 +2,8 @@
 //! fails.
 #![allow(unsafe_code)] // `read` is unsafe to call: it writes to given addresses
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-
-use smallvec::smallvec;
 
 use super::batch::{Batch, Visitor, change_signs, stores};
 use super::coded;
@@ -14,10 +12,7 @@ use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
 use super::probe::{self, CachedHandle, connect, probe, spans};
 use super::scatter;
 use super::worker::Worker;
-use super::{
-    Catalog, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Verify, verify,
-};
-use crate::copy::SignBits;
+use super::{Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats, Verify, verify};
 use crate::store::Buffer;
 use crate::{Control, Error, Result, parallel};
 
@@ -82,21 +77,10 @@ pub(crate) fn visit(
         verify: Verify::All,
         ..ReadOptions::default()
     };
+    let nowhere = Destination(std::ptr::null_mut());
     let request = |range: &FileRange| ReadReq {
-        file: range.file,
-        tensor: 0,
-        chunk_offset: range.offset,
-        chunk_length: range.length,
         digests: Some(0),
-        itemsize: 1,
-        shape: smallvec![range.length],
-        src_offset: 0,
-        src_strides: smallvec![1],
-        dst: Destination(std::ptr::null_mut()),
-        dst_strides: smallvec![1],
-        signs: SignBits::default(),
-        operation: Operation::Copy,
-        coded: None,
+        ..ReadReq::bytes(range.file, 0, range.offset, range.length, nowhere)
     };
     let requests: Vec<ReadReq> = ranges.iter().map(request).collect();
     // SAFETY: with a visitor, no destination is used.
@@ -272,10 +256,10 @@ impl Call<'_> {
             }
             self.work(&[BUFFERED, STRAIGHT, COPIED]);
         });
-        if let Some(error) = self.failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(error) = parallel::lock(&self.failure).take() {
             return Err(error);
         }
-        Ok(*self.stats.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(*parallel::lock(&self.stats))
     }
 
     fn jobs(&self, queue: usize) -> impl Iterator<Item = &Job> {
@@ -314,14 +298,14 @@ impl Call<'_> {
                 let result = self.control.check().and_then(|()| worker.job(&self.batch, job));
                 if let Err(error) = result {
                     self.stop.store(true, Ordering::Relaxed);
-                    let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut failure = parallel::lock(&self.failure);
                     failure.get_or_insert(error);
                     return;
                 }
                 self.control.add(job.wanted);
             }
         }
-        *self.stats.lock().unwrap_or_else(PoisonError::into_inner) += worker.stats;
+        *parallel::lock(&self.stats) += worker.stats;
     }
 }
 

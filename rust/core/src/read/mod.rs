@@ -166,6 +166,26 @@ pub struct ReadReq {
 }
 
 impl ReadReq {
+    /// Returns a request for all bytes of a chunk, to be copied as they are.
+    pub fn bytes(file: u32, tensor: u32, offset: u64, length: u64, dst: Destination) -> Self {
+        Self {
+            file,
+            tensor,
+            chunk_offset: offset,
+            chunk_length: length,
+            digests: None,
+            itemsize: 1,
+            shape: Dims::from_slice(&[length]),
+            src_offset: 0,
+            src_strides: Dims::from_slice(&[1]),
+            dst,
+            dst_strides: Dims::from_slice(&[1]),
+            signs: SignBits::default(),
+            operation: Operation::Copy,
+            coded: None,
+        }
+    }
+
     /// Reads the same bytes from another entry of the files, which stands for the same file.
     pub(crate) fn read_from(&mut self, file: u32) {
         let before = std::mem::replace(&mut self.file, file);

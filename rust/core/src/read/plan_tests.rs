@@ -1,7 +1,5 @@
 //! Tables and properties of the planner.
 
-use std::path::PathBuf;
-
 use proptest::prelude::*;
 use smallvec::smallvec;
 
@@ -11,7 +9,6 @@ use super::{Catalog, Destination, FileRef, Operation, ReadReq};
 use crate::Dtype;
 use crate::copy::{Accumulate, SignBits};
 use crate::geometry::Dims;
-use crate::paths::Links;
 
 const MIB: u64 = 1 << 20;
 const DISK: Policy = Policy {
@@ -38,15 +35,7 @@ impl Catalog for NoNames {
 }
 
 fn file(size: u64) -> FileRef {
-    FileRef {
-        path: PathBuf::from("x"),
-        size,
-        mtime_ns: 0,
-        mend: "",
-        links: Links::Any,
-        remote: None,
-        delivered: None,
-    }
+    FileRef::new("x", size)
 }
 
 fn rect(
@@ -57,20 +46,13 @@ fn rect(
     itemsize: u64,
 ) -> ReadReq {
     ReadReq {
-        file: 0,
-        tensor: 0,
-        chunk_offset,
-        chunk_length,
         digests: Some(0),
         itemsize,
         shape: dims.iter().map(|d| d.0).collect(),
         src_offset,
         src_strides: dims.iter().map(|d| d.1).collect(),
-        dst: Destination(std::ptr::null_mut()),
         dst_strides: dims.iter().map(|d| d.2).collect(),
-        signs: SignBits::default(),
-        operation: Operation::Copy,
-        coded: None,
+        ..ReadReq::bytes(0, 0, chunk_offset, chunk_length, Destination(std::ptr::null_mut()))
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use super::policy::{Access, SMALL_READ};
 use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq, Sharing};
@@ -146,7 +146,7 @@ pub struct SharedMapping(Mutex<Weak<Mapping>>);
 impl SharedMapping {
     /// Returns the existing mapping, or a new one.
     pub fn get(&self, map: impl FnOnce() -> Result<Mapping>) -> Result<Arc<Mapping>> {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = parallel::lock(&self.0);
         if let Some(mapping) = known.upgrade() {
             return Ok(mapping);
         }
@@ -261,10 +261,8 @@ mod tests {
     use smallvec::smallvec;
 
     use super::super::Destination;
-    use super::super::Operation;
+
     use super::*;
-    use crate::copy::SignBits;
-    use crate::paths::Links;
 
     struct Sizes;
 
@@ -284,33 +282,15 @@ mod tests {
     /// bytes.
     fn rows(rows: u64, width: u64, pitch: u64) -> ReadReq {
         ReadReq {
-            file: 0,
-            tensor: 0,
-            chunk_offset: 0,
-            chunk_length: rows * pitch,
-            digests: None,
-            itemsize: 1,
             shape: smallvec![rows, width],
-            src_offset: 0,
             src_strides: smallvec![pitch, 1],
-            dst: Destination(std::ptr::null_mut()),
             dst_strides: smallvec![width, 1],
-            signs: SignBits::default(),
-            operation: Operation::Copy,
-            coded: None,
+            ..ReadReq::bytes(0, 0, 0, rows * pitch, Destination(std::ptr::null_mut()))
         }
     }
 
     fn common(reqs: &[ReadReq], shared: Sharing) -> u64 {
-        let file = FileRef {
-            path: "x".into(),
-            size: 1 << 20,
-            mtime_ns: 0,
-            mend: "",
-            links: Links::Any,
-            remote: None,
-            delivered: None,
-        };
+        let file = FileRef::new("x", 1 << 20);
         let options = ReadOptions { shared, ..ReadOptions::default() };
         spans(&[file], reqs, &options, &Sizes).unwrap()[0].common
     }

@@ -141,26 +141,16 @@ pub fn compare(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::copy::SignBits;
 
     /// Returns a request for `length` bytes from `offset` on, of a chunk of a little over three
     /// blocks.
     fn part(file: u32, offset: u64, length: u64) -> ReadReq {
+        let nowhere = Destination(std::ptr::null_mut());
         ReadReq {
-            file,
-            tensor: 0,
-            chunk_offset: 4096,
-            chunk_length: 3 * BLOCK_SIZE + 123,
             digests: Some(7),
-            itemsize: 1,
             shape: smallvec![length],
             src_offset: offset,
-            src_strides: smallvec![1],
-            dst: Destination(std::ptr::null_mut()),
-            dst_strides: smallvec![1],
-            signs: SignBits::default(),
-            operation: Operation::Copy,
-            coded: None,
+            ..ReadReq::bytes(file, 0, 4096, 3 * BLOCK_SIZE + 123, nowhere)
         }
     }
 

@@ -69,7 +69,7 @@ struct State {
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         // No thread panics while it holds the lock.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        parallel::lock(&self.state)
     }
 }
 
@@ -125,7 +125,7 @@ impl Session {
                 }
             }
         }
-        *session.threads.lock().unwrap_or_else(PoisonError::into_inner) = threads;
+        *parallel::lock(&session.threads) = threads;
         Ok(session)
     }
 
@@ -197,8 +197,7 @@ impl Session {
         self.shared.lock().closed = true;
         self.shared.freed.notify_all();
         self.shared.filled.notify_all();
-        let threads =
-            std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        let threads = std::mem::take(&mut *parallel::lock(&self.threads));
         for thread in threads {
             // Panics were caught, and returned as errors.
             let _ = thread.join();

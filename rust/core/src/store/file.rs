@@ -37,6 +37,19 @@ pub struct FileRef {
 }
 
 impl FileRef {
+    /// Describes a file of the file system. Links to it are followed, and its time is not compared.
+    pub fn new(path: impl Into<PathBuf>, size: u64) -> Self {
+        Self {
+            path: path.into(),
+            size,
+            mtime_ns: 0,
+            mend: "",
+            links: Links::Any,
+            remote: None,
+            delivered: None,
+        }
+    }
+
     /// Counts bytes that a read has delivered.
     pub(crate) fn count(&self, bytes: u64) {
         if let Some(delivered) = &self.delivered {

@@ -125,7 +125,7 @@ impl FetchRange {
             };
             if digest != expected {
                 let mismatch = Mismatch { at: run.at, len: run.len, digest };
-                self.call.mismatches.lock().unwrap_or_else(PoisonError::into_inner).push(mismatch);
+                parallel::lock(&self.call.mismatches).push(mismatch);
             }
         }
     }
@@ -156,7 +156,7 @@ pub(crate) unsafe fn fetch(
         range.call = Arc::clone(&open.0);
     }
     connection.fetch(path, size, ranges, control)?;
-    let mut mismatches = open.0.mismatches.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut mismatches = parallel::lock(&open.0.mismatches);
     Ok(std::mem::take(&mut *mismatches))
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use crate::parallel::lock;
 use crate::paths::{Links, Reach, Verdict, reach};
 
 /// The folders, and which of them has each data file.
@@ -78,13 +79,13 @@ impl Tiers {
     /// Notes that a file is passed over.
     pub(crate) fn note(&self, path: &Path, reason: &str) {
         let text = format!("{} is passed over: {reason}", path.display());
-        self.problems.lock().unwrap_or_else(PoisonError::into_inner).push(text);
+        lock(&self.problems).push(text);
     }
 
     /// Returns the place of a file, given its number and name; `None` for its own place.
     pub(crate) fn place(&self, file: u32, name: &str) -> Option<Placed> {
         let Some(tier) = self.tier_of(file) else {
-            self.lacking.lock().unwrap_or_else(PoisonError::into_inner).insert(file);
+            lock(&self.lacking).insert(file);
             return None;
         };
         Some(Placed {
@@ -131,7 +132,7 @@ impl Tiers {
                 *now = self.find(name, size, tier + 1);
             }
             if now.is_none() {
-                self.lacking.lock().unwrap_or_else(PoisonError::into_inner).insert(file);
+                lock(&self.lacking).insert(file);
             }
         }
         has
@@ -139,12 +140,12 @@ impl Tiers {
 
     /// Returns the files that were asked for so far, and that no folder had.
     pub fn lacking(&self) -> Vec<u32> {
-        self.lacking.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
+        lock(&self.lacking).iter().copied().collect()
     }
 
     /// Returns what was passed over since the last call, and why.
     pub fn take_problems(&self) -> Vec<String> {
-        std::mem::take(&mut self.problems.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut lock(&self.problems))
     }
 
     /// Returns the bytes that reads delivered from each folder since the last call.

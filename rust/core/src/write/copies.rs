@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::item::SaveInfo;
 use super::layout::HEADER_LIMIT;
@@ -58,7 +58,7 @@ impl Copies {
     }
 
     fn paths(&self) -> MutexGuard<'_, Vec<PathBuf>> {
-        self.paths.lock().unwrap_or_else(PoisonError::into_inner)
+        parallel::lock(&self.paths)
     }
 
     /// Copies the files that are worth it to `dir`, and skips those that the store can never copy.

@@ -2,7 +2,7 @@
 
 mod create;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::index;
 use super::item::{Part, SaveInfo, SaveItem};
@@ -104,7 +104,7 @@ impl Save {
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+        parallel::lock(&self.progress)
     }
 
     /// Returns the parts as spans of files, sorted, and counts them as written.
@@ -154,18 +154,13 @@ impl Save {
         let total = spans.iter().map(|span| span.data.len() as u64).sum();
         let grain = self.sink.grain(total);
         let jobs = cut(spans, grain.job_bytes, grain.alignment);
-        parallel::for_each(
-            jobs.len(),
-            grain.threads,
-            || self.sink.writer(&self.digests, control),
-            |writer, number| {
-                control.check()?;
-                let job = &jobs[number];
-                writer.write(job, &spans[job.spans.clone()])?;
-                control.add(job.bytes.end - job.bytes.start);
-                Ok(())
-            },
-        )
+        parallel::for_each(jobs.len(), grain.threads, |number| {
+            control.check()?;
+            let job = &jobs[number];
+            self.sink.write(job, &spans[job.spans.clone()], &self.digests, control)?;
+            control.add(job.bytes.end - job.bytes.start);
+            Ok(())
+        })
     }
 
     /// Makes the files valid and durable. Returns the bytes of this rank's index, which is not yet

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::item::{Part, SaveItem};
 use super::jobs::to_usize;
@@ -153,7 +153,7 @@ impl Reuse {
     /// [`Error::Interrupted`].
     pub fn compare(&self, parts: &[Part<'_>], control: &Control) -> Result<()> {
         let mut jobs = Vec::new();
-        let mut compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut compared = parallel::lock(&self.compared);
         for part in parts {
             let number = part.item as usize;
             let length = part.data.len() as u64;
@@ -179,17 +179,12 @@ impl Reuse {
             );
         }
         drop(compared);
-        parallel::for_each(
-            jobs.len(),
-            parallel::available(),
-            || (),
-            |(), job| {
-                control.check()?;
-                let (part, first, last) = jobs[job];
-                self.compare_blocks(part, first, last.min(first + BLOCKS_AT_A_TIME));
-                Ok(())
-            },
-        )
+        parallel::for_each(jobs.len(), parallel::available(), |job| {
+            control.check()?;
+            let (part, first, last) = jobs[job];
+            self.compare_blocks(part, first, last.min(first + BLOCKS_AT_A_TIME));
+            Ok(())
+        })
     }
 
     fn compare_blocks(&self, part: &Part<'_>, first: u64, last: u64) {
@@ -233,7 +228,7 @@ impl Reuse {
 
     /// Returns the chunks of the parent that equal items.
     pub fn chunks(&self) -> Vec<u64> {
-        let compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
+        let compared = parallel::lock(&self.compared);
         (0..self.items.len()).filter_map(|item| self.same(item, compared[item])).collect()
     }
 
@@ -253,7 +248,7 @@ impl Reuse {
 
     /// Returns for each item whether it is unlikely to change.
     pub(super) fn stays(&self) -> Vec<bool> {
-        let compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
+        let compared = parallel::lock(&self.compared);
         (0..self.items.len())
             .map(|item| self.items[item].frozen || self.same(item, compared[item]).is_some())
             .collect()
@@ -278,7 +273,7 @@ impl Reuse {
         let Some(parent) = self.parent() else {
             return Vec::new();
         };
-        let compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
+        let compared = parallel::lock(&self.compared);
         let mut by_file: BTreeMap<u32, Vec<(usize, u64)>> = BTreeMap::new();
         for number in 0..self.items.len() {
             if let Some(chunk) = self.same(number, compared[number]) {

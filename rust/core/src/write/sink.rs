@@ -3,13 +3,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::item::SaveItem;
 use super::jobs::{Job, Span, to_usize};
 use crate::format::{
     BLOCK_SIZE, BlockCell, BlockDigests, BlockHasher, block_count, content_digest,
 };
+use crate::parallel::lock;
 use crate::store::FileLock;
 use crate::{Control, Error, Result};
 
@@ -30,8 +31,14 @@ pub(super) trait Sink: Send + Sync {
     /// Returns the sizes for a call that writes `total` bytes.
     fn grain(&self, total: u64) -> Grain;
 
-    /// Returns the writer of one thread in one call.
-    fn writer<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn JobWriter + 'a>;
+    /// Writes a job, whose bytes are in `spans`, and computes their digests.
+    fn write(
+        &self,
+        job: &Job,
+        spans: &[Span<'_>],
+        digests: &Digests,
+        control: &Control,
+    ) -> Result<()>;
 
     /// Makes the files valid and durable, after everything was written.
     fn finish(&self, control: &Control) -> Result<()>;
@@ -58,12 +65,6 @@ pub(super) trait Sink: Send + Sync {
     /// Keeps the files. Returns the claim on them, if there is one, to hold until an index names
     /// them.
     fn keep(self: Box<Self>) -> Option<FileLock>;
-}
-
-/// Writer of one thread.
-pub(super) trait JobWriter {
-    /// Writes a job, whose bytes are in `spans`, and computes their digests.
-    fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()>;
 }
 
 /// Digests that are computed while bytes are written.
@@ -195,7 +196,7 @@ impl Digests {
             return Ok(());
         }
         let block = {
-            let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut shared = lock(&self.shared);
             let hasher = match self.sums {
                 Sums::Digests => || Hasher::Digests(Box::default()),
                 Sums::Crc32 => || Hasher::Crc32(crc32fast::Hasher::new()),
@@ -206,7 +207,7 @@ impl Digests {
             };
             Arc::clone(shared.entry(part.cell).or_insert_with(new))
         };
-        let mut block = block.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut block = lock(&block);
         if block.done != part.at {
             let mut copy = Vec::new();
             copy.try_reserve_exact(piece.len())?;
@@ -223,7 +224,7 @@ impl Digests {
         }
         if block.done == part.block_len {
             self.cells[part.cell].set(block.found());
-            self.shared.lock().unwrap_or_else(PoisonError::into_inner).remove(&part.cell);
+            lock(&self.shared).remove(&part.cell);
         }
         Ok(())
     }

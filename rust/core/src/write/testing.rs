@@ -1,7 +1,11 @@
 //! Items for the tests of this folder.
 
-use std::path::Path;
-use std::sync::{LazyLock, Mutex};
+use std::collections::HashMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock, Mutex};
+use std::time::Duration;
 use std::{fs, io};
 
 use proptest::prelude::*;
@@ -12,9 +16,11 @@ use super::layout::{LayoutConstraints, plan_files_within};
 use super::{HEADER_LIMIT, Part, Save, SaveInfo, SaveItem, SaveLayout, WriteOptions};
 use crate::format::{BLOCK_SIZE, INDEX_NAME, Index, Kind, Value, block_digest};
 use crate::geometry::Dims;
-use crate::store::LOCK_NAME;
 use crate::store::disk::{Call, Disk, Hook};
-use crate::{Control, Dtype, Result, checkpoint};
+use crate::store::{
+    Body, Condition, Connection, FetchRange, Folder, LOCK_NAME, Remote, StoringConnection, Upload,
+};
+use crate::{Control, Dtype, Error, Result, StorageFault, checkpoint};
 
 pub(crate) const INFO: SaveInfo =
     SaveInfo { save_id: [7; 16], generation: 7, token: 0xabc, rank: 3, world_size: 5 };
@@ -281,5 +287,197 @@ impl Hook for Recorder {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
         Ok(self.most.unwrap_or(usize::MAX))
+    }
+}
+
+/// Replaces the copy. It gets the source, the target, and the number of copies before.
+pub(crate) type Copier = dyn Fn(&Objects, &Path, &Path, usize) -> Result<()> + Send + Sync;
+
+/// A store in memory. Tests choose what fails.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct MemoryStore(pub Arc<Objects>);
+
+#[derive(Default)]
+pub(crate) struct Objects {
+    pub files: Mutex<HashMap<PathBuf, Vec<u8>>>,
+    pub uploads: Mutex<HashMap<String, HashMap<usize, Vec<u8>>>>,
+    /// The number of the part that is refused.
+    pub refused: Option<usize>,
+    /// The number of the part whose upload panics.
+    pub panics: Option<usize>,
+    /// True if nothing can be removed.
+    pub stuck: bool,
+    /// Targets of copies. A late copy may appear there.
+    pub copies: Mutex<Vec<PathBuf>>,
+    pub copier: Mutex<Option<Box<Copier>>>,
+    /// Largest file that can be copied, in bytes.
+    pub most_copied: Mutex<Option<u64>>,
+    /// Connections that fail before one succeeds.
+    pub unreachable: AtomicUsize,
+}
+
+impl fmt::Debug for Objects {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Objects")
+    }
+}
+
+impl Objects {
+    pub fn copy(&self, from: &Path, to: &Path) {
+        let mut files = self.files.lock().unwrap();
+        let bytes = files[from].clone();
+        files.insert(to.to_owned(), bytes);
+    }
+}
+
+pub(crate) fn refused(action: &'static str, path: &Path) -> Error {
+    Error::storage(StorageFault::Denied, action, path, "no")
+}
+
+impl MemoryStore {
+    /// Returns whether nothing is stored, not even a part.
+    pub fn is_empty(&self) -> bool {
+        self.0.files.lock().unwrap().is_empty() && self.0.uploads.lock().unwrap().is_empty()
+    }
+
+    fn connected(&self) -> Result<Arc<Self>> {
+        let left = &self.0.unreachable;
+        match left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)) {
+            Ok(_) => {
+                let error = io::ErrorKind::WouldBlock.into();
+                Err(Error::io("start threads for", Path::new("s3://bucket"), error))
+            }
+            Err(_) => Ok(Arc::new(self.clone())),
+        }
+    }
+}
+
+impl Remote for MemoryStore {
+    fn connect(&self, _: usize) -> Result<Arc<dyn Connection>> {
+        Ok(self.connected()?)
+    }
+
+    fn connect_to_store(&self, _: usize) -> Result<Arc<dyn StoringConnection>> {
+        Ok(self.connected()?)
+    }
+}
+
+impl Connection for MemoryStore {
+    fn look(&self, path: &Path, _: &Control) -> Result<Option<u64>> {
+        Ok(self.0.files.lock().unwrap().get(path).map(|bytes| bytes.len() as u64))
+    }
+
+    fn list(&self, _: &Path, _: &Control) -> Result<Option<Folder>> {
+        Ok(None)
+    }
+
+    fn start(
+        &self,
+        path: &Path,
+        most: u64,
+        _: bool,
+        _: &Control,
+    ) -> Result<Option<(Vec<u8>, u64)>> {
+        let files = self.0.files.lock().unwrap();
+        let start = |bytes: &Vec<u8>| bytes[..to_usize(most).min(bytes.len())].to_vec();
+        Ok(files.get(path).map(|bytes| (start(bytes), bytes.len() as u64)))
+    }
+
+    fn fetch(&self, _: &Path, _: u64, _: Vec<FetchRange>, _: &Control) -> Result<()> {
+        Err(Error::Interrupted)
+    }
+}
+
+impl StoringConnection for MemoryStore {
+    fn put(&self, path: &Path, body: &Body, _: Condition, _: &Control) -> Result<()> {
+        let before = self.0.files.lock().unwrap().insert(path.to_owned(), body.to_vec());
+        assert!(before.is_none(), "{} was there", path.display());
+        let copies = self.0.copies.lock().unwrap();
+        assert!(!copies.contains(&path.to_owned()), "{} may yet be a copy", path.display());
+        Ok(())
+    }
+
+    fn begin(&self, path: &Path, condition: Condition, _: &Control) -> Result<Upload> {
+        let id = path.file_name().unwrap().to_str().unwrap().to_owned();
+        self.0.uploads.lock().unwrap().insert(id.clone(), HashMap::new());
+        Ok(Upload { path: path.to_owned(), id, condition })
+    }
+
+    fn put_part(&self, upload: &Upload, number: usize, body: &Body, _: &Control) -> Result<String> {
+        if self.0.refused == Some(number) {
+            return Err(refused("write", &upload.path));
+        }
+        if self.0.panics == Some(number) {
+            // By then other threads wait for its memory.
+            std::thread::sleep(Duration::from_millis(100));
+            panic!("as a defect would");
+        }
+        let mut uploads = self.0.uploads.lock().unwrap();
+        let before = uploads.get_mut(&upload.id).unwrap().insert(number, body.to_vec());
+        assert!(before.is_none(), "part {number} was sent before");
+        Ok(number.to_string())
+    }
+
+    fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, _: &Control) -> Result<()> {
+        let mut there = self.0.uploads.lock().unwrap().remove(&upload.id).unwrap();
+        assert_eq!(parts, (0..there.len()).map(|number| number.to_string()).collect::<Vec<_>>());
+        let all: Vec<Vec<u8>> = (0..parts.len()).map(|n| there.remove(&n).unwrap()).collect();
+        let (_, but_last) = all.split_last().unwrap();
+        for part in but_last {
+            assert!(part.len() == all[0].len() && part.len() as u64 >= super::to_store::LEAST_PART);
+        }
+        let bytes = all.concat();
+        assert_eq!(bytes.len() as u64, size);
+        self.0.files.lock().unwrap().insert(upload.path.clone(), bytes);
+        Ok(())
+    }
+
+    fn check_copied(&self, from: &Path, size: u64) -> Result<()> {
+        if self.0.most_copied.lock().unwrap().is_some_and(|most| size > most) {
+            return Err(Error::Unsupported(format!("{} is too large", from.display())));
+        }
+        Ok(())
+    }
+
+    fn copy(&self, from: &Path, to: &Path, size: u64, control: &Control) -> Result<()> {
+        control.check()?;
+        let before = {
+            let mut copies = self.0.copies.lock().unwrap();
+            assert!(!copies.contains(&to.to_owned()), "{} is used twice", to.display());
+            copies.push(to.to_owned());
+            copies.len() - 1
+        };
+        assert_eq!(self.0.files.lock().unwrap()[from].len() as u64, size);
+        match &*self.0.copier.lock().unwrap() {
+            Some(copier) => copier(&self.0, from, to, before)?,
+            None => self.0.copy(from, to),
+        }
+        Ok(())
+    }
+
+    fn remove(
+        &self,
+        files: &[PathBuf],
+        uploads: &[Upload],
+        _: Duration,
+        _: &Control,
+    ) -> Vec<Error> {
+        if self.0.stuck {
+            let left = files.iter().chain(uploads.iter().map(|upload| &upload.path));
+            return left.map(|path| refused("remove", path)).collect();
+        }
+        self.0.files.lock().unwrap().retain(|path, _| !files.contains(path));
+        let mut open = self.0.uploads.lock().unwrap();
+        open.retain(|id, _| uploads.iter().all(|upload| upload.id != *id));
+        Vec::new()
+    }
+
+    fn remove_seen(&self, path: &Path, control: &Control) -> Result<()> {
+        let left = self.remove(&[path.to_owned()], &[], Duration::ZERO, control);
+        left.into_iter().next().map_or(Ok(()), Err)
+    }
+
+    fn keeps_conditions(&self, _: &Path, _: &Control) -> Result<bool> {
+        Ok(true)
     }
 }

@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::files::{DataFiles, Handles};
 use super::jobs::{Job, Span, to_usize};
 use super::layout::SaveLayout;
 use super::options::Resolved;
-use super::sink::{Digests, Grain, JobWriter, Sink};
+use super::sink::{Digests, Grain, Sink};
 use crate::store::disk::Disk;
 use crate::store::{Buffer, FileLock};
 use crate::{Control, Error, Result, parallel};
@@ -25,14 +25,6 @@ pub(super) struct ToFiles {
     pub staging: Mutex<Vec<Buffer>>,
 }
 
-/// The handles of one file. Jobs are sorted by file, so a worker keeps its last handles.
-struct OpenFile<'a> {
-    to: &'a ToFiles,
-    digests: &'a Digests,
-    control: &'a Control,
-    open: Option<(u32, Arc<Handles>)>,
-}
-
 impl Sink for ToFiles {
     fn grain(&self, total: u64) -> Grain {
         Grain {
@@ -42,8 +34,34 @@ impl Sink for ToFiles {
         }
     }
 
-    fn writer<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn JobWriter + 'a> {
-        Box::new(OpenFile { to: self, digests, control, open: None })
+    fn write(
+        &self,
+        job: &Job,
+        spans: &[Span<'_>],
+        digests: &Digests,
+        control: &Control,
+    ) -> Result<()> {
+        let handles = &*self.files.handles(job.file)?;
+        if digests.are_none()
+            && let [span] = spans
+            && let bytes = &span.data[span.within(&job.bytes)]
+            && (handles.direct.is_none() || self.is_aligned_alike(bytes, job.bytes.start))
+        {
+            return self.store(job, bytes, handles, control);
+        }
+        let pool = || parallel::lock(&self.staging);
+        let kept = pool().pop();
+        let mut buffer = kept.unwrap_or_default();
+        // The offset in the buffer equals the offset in the job's first page.
+        let begin = to_usize(job.bytes.start % self.how.alignment);
+        let end = begin + to_usize(job.bytes.end - job.bytes.start);
+        let no_memory = |e| Error::io("take memory to write", self.files.path(job.file), e);
+        let bytes = &mut buffer.at_least(end).map_err(no_memory)?[begin..end];
+        let rest = digests.copy(spans, job, bytes).map_err(no_memory)?;
+        self.store(job, bytes, handles, control)?;
+        digests.add_rest(rest, bytes).map_err(no_memory)?;
+        pool().push(buffer);
+        Ok(())
     }
 
     /// Writes headers last, after the payload is on stable storage: a file with a header is
@@ -92,15 +110,10 @@ impl ToFiles {
             return Ok(());
         }
         let numbers: Vec<u32> = (0..).take(self.layout.files.len()).collect();
-        parallel::for_each(
-            numbers.len(),
-            self.how.threads,
-            || (),
-            |(), i| {
-                let handles = self.files.handles(numbers[i])?;
-                self.disk.sync(&handles.plain, self.files.path(numbers[i]), control)
-            },
-        )
+        parallel::for_each(numbers.len(), self.how.threads, |i| {
+            let handles = self.files.handles(numbers[i])?;
+            self.disk.sync(&handles.plain, self.files.path(numbers[i]), control)
+        })
     }
 
     /// Returns whether this memory is aligned for direct writes to this offset of a file.
@@ -135,38 +148,6 @@ impl ToFiles {
         {
             self.disk.sync(&handles.plain, path, control)?;
         }
-        Ok(())
-    }
-}
-
-impl JobWriter for OpenFile<'_> {
-    fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()> {
-        let Self { to, digests, control, .. } = *self;
-        let kept = self.open.take().filter(|(number, _)| *number == job.file);
-        let handles = match kept {
-            Some((_, handles)) => handles,
-            None => to.files.handles(job.file)?,
-        };
-        let handles = &*self.open.insert((job.file, handles)).1;
-        if digests.are_none()
-            && let [span] = spans
-            && let bytes = &span.data[span.within(&job.bytes)]
-            && (handles.direct.is_none() || to.is_aligned_alike(bytes, job.bytes.start))
-        {
-            return to.store(job, bytes, handles, control);
-        }
-        let pool = || to.staging.lock().unwrap_or_else(PoisonError::into_inner);
-        let kept = pool().pop();
-        let mut buffer = kept.unwrap_or_default();
-        // The offset in the buffer equals the offset in the job's first page.
-        let begin = to_usize(job.bytes.start % to.how.alignment);
-        let end = begin + to_usize(job.bytes.end - job.bytes.start);
-        let no_memory = |e| Error::io("take memory to write", to.files.path(job.file), e);
-        let bytes = &mut buffer.at_least(end).map_err(no_memory)?[begin..end];
-        let rest = digests.copy(spans, job, bytes).map_err(no_memory)?;
-        to.store(job, bytes, handles, control)?;
-        digests.add_rest(rest, bytes).map_err(no_memory)?;
-        pool().push(buffer);
         Ok(())
     }
 }

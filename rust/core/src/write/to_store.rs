@@ -12,14 +12,14 @@ use super::jobs::{Job, Span, to_usize};
 use super::layout::SaveLayout;
 use super::object::{Object, give_up, with_leftovers};
 use super::options::WriteOptions;
-use super::sink::{Digests, Grain, JobWriter, Sink};
+use super::sink::{Digests, Grain, Sink};
 use crate::store::{Body, Condition, FileLock, Remote, StoringConnection, Upload};
 use crate::{Control, Error, Result, parallel};
 
 /// Bytes of a part.
 const PART: u64 = 8 << 20;
 /// Smallest part that stores accept, except for the last.
-const LEAST_PART: u64 = 5 << 20;
+pub(super) const LEAST_PART: u64 = 5 << 20;
 /// Most parts that stores accept.
 const MOST_PARTS: u64 = 10_000;
 /// Default number of requests in flight.
@@ -98,8 +98,8 @@ impl ToStore {
         };
         begun.expect(items, reused);
         let large: Vec<&File> = begun.files.iter().filter(|file| file.parts.len() > 1).collect();
-        let begin = |(): &mut (), i: usize| large[i].object.begin(&*begun.connection, control);
-        let done = begun.noted(parallel::for_each(large.len(), begun.threads, || (), begin));
+        let begin = |i: usize| large[i].object.begin(&*begun.connection, control);
+        let done = begun.noted(parallel::for_each(large.len(), begun.threads, begin));
         done.map_err(|error| with_leftovers(error, &begun.give_up()))?;
         Ok(begun)
     }
@@ -137,8 +137,7 @@ impl ToStore {
     }
 
     fn part(&self, file: u32, number: usize) -> MutexGuard<'_, UploadPart> {
-        let part = &self.files[file as usize].parts[number];
-        part.lock().unwrap_or_else(PoisonError::into_inner)
+        parallel::lock(&self.files[file as usize].parts[number])
     }
 
     fn send(&self, file: u32, number: usize, body: &Body, control: &Control) -> Result<String> {
@@ -239,8 +238,14 @@ impl Sink for ToStore {
         Grain { job_bytes: self.part_bytes, alignment: self.part_bytes, threads: self.threads }
     }
 
-    fn writer<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn JobWriter + 'a> {
-        Box::new(Sender { to: self, digests, control })
+    fn write(
+        &self,
+        job: &Job,
+        spans: &[Span<'_>],
+        digests: &Digests,
+        control: &Control,
+    ) -> Result<()> {
+        self.noted(self.write_job(job, spans, digests, control))
     }
 
     fn finish(&self, control: &Control) -> Result<()> {
@@ -249,14 +254,14 @@ impl Sink for ToStore {
             .flat_map(|(number, file)| (0..file.parts.len()).map(move |part| (number, part)))
             .collect();
         let files: Vec<u32> = (0..).take(self.files.len()).collect();
-        let send = |(): &mut (), i: usize| {
+        let send = |i: usize| {
             let (file, number) = parts[i];
             control.check()?;
             self.send_rest(file, number, control)
         };
-        let complete = |(): &mut (), i: usize| self.complete(files[i], control);
-        let done = parallel::for_each(parts.len(), self.threads, || (), send)
-            .and_then(|()| parallel::for_each(files.len(), self.threads, || (), complete));
+        let complete = |i: usize| self.complete(files[i], control);
+        let done = parallel::for_each(parts.len(), self.threads, send)
+            .and_then(|()| parallel::for_each(files.len(), self.threads, complete));
         self.noted(done)
     }
 
@@ -306,19 +311,6 @@ pub(super) fn in_flight(options: &WriteOptions) -> usize {
     }
 }
 
-/// Writer of one thread.
-struct Sender<'a> {
-    to: &'a ToStore,
-    digests: &'a Digests,
-    control: &'a Control,
-}
-
-impl JobWriter for Sender<'_> {
-    fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()> {
-        self.to.noted(self.to.write_job(job, spans, self.digests, self.control))
-    }
-}
-
 /// Returns the size of a part: at least what stores accept, and large enough that the largest file
 /// has few enough parts. With little memory, parts are smaller.
 pub(super) fn part_bytes(largest: u64, memory: u64) -> u64 {
@@ -349,7 +341,7 @@ impl Room {
     }
 
     fn taken(&self) -> MutexGuard<'_, Taken> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+        parallel::lock(&self.taken)
     }
 }
 

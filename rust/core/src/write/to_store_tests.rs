@@ -1,9 +1,7 @@
 //! Stored objects equal their input, in parts that a store accepts, and a failed save leaves
 //! nothing.
 
-use std::collections::HashMap;
 use std::fs;
-use std::path::PathBuf;
 
 use proptest::prelude::*;
 use tempfile::tempdir;
@@ -11,165 +9,31 @@ use tempfile::tempdir;
 use super::*;
 use crate::StorageFault;
 use crate::format::{INDEX_NAME, Index, PAYLOAD_ALIGNMENT, Value};
-use crate::store::{self, Connection};
-use crate::write::testing::{INFO, assert_saved, contents, parts, saves, value, whole};
+use crate::write::testing::{
+    INFO, MemoryStore, Objects, assert_saved, contents, parts, saves, value, whole,
+};
 use crate::write::{Part as Piece, Save};
 
 const MIB: u64 = 1 << 20;
 const DIR: &str = "s3://bucket/ckpt";
 
-/// Stored objects, in memory.
-#[derive(Debug, Default)]
-struct Memory {
-    files: Mutex<HashMap<PathBuf, Vec<u8>>>,
-    uploads: Mutex<HashMap<String, HashMap<usize, Vec<u8>>>>,
-    /// The number of the part that is refused.
-    refused: Option<usize>,
-    /// True if nothing can be removed.
-    stuck: bool,
-    /// The number of the part whose upload panics.
-    panics: Option<usize>,
+fn begin(store: &MemoryStore, items: &[SaveItem], options: &WriteOptions) -> Save {
+    begin_in_turns(store, items, Vec::new(), options)
 }
 
-#[derive(Clone, Debug, Default)]
-struct Store(Arc<Memory>);
-
-fn refused(action: &'static str, path: &Path) -> Error {
-    Error::Storage {
-        kind: StorageFault::Denied,
-        action,
-        path: path.to_owned(),
-        attempts: 1,
-        reason: "no".into(),
-    }
-}
-
-impl Remote for Store {
-    fn connect(&self, _: usize) -> Result<Arc<dyn Connection>> {
-        Ok(Arc::new(self.clone()))
-    }
-
-    fn connect_to_store(&self, _: usize) -> Result<Arc<dyn StoringConnection>> {
-        Ok(Arc::new(self.clone()))
-    }
-}
-
-impl Connection for Store {
-    fn look(&self, path: &Path, _: &Control) -> Result<Option<u64>> {
-        Ok(self.0.files.lock().unwrap().get(path).map(|bytes| bytes.len() as u64))
-    }
-
-    fn list(&self, _: &Path, _: &Control) -> Result<Option<store::Folder>> {
-        Ok(None)
-    }
-
-    fn start(&self, _: &Path, _: u64, _: bool, _: &Control) -> Result<Option<(Vec<u8>, u64)>> {
-        Ok(None)
-    }
-
-    fn fetch(&self, _: &Path, _: u64, _: Vec<store::FetchRange>, _: &Control) -> Result<()> {
-        Err(Error::Interrupted)
-    }
-}
-
-impl StoringConnection for Store {
-    fn put(&self, path: &Path, body: &Body, _: Condition, _: &Control) -> Result<()> {
-        let before = self.0.files.lock().unwrap().insert(path.to_owned(), body.to_vec());
-        assert!(before.is_none(), "{} was there", path.display());
-        Ok(())
-    }
-
-    fn begin(&self, path: &Path, condition: Condition, _: &Control) -> Result<Upload> {
-        let id = path.file_name().unwrap().to_str().unwrap().to_owned();
-        self.0.uploads.lock().unwrap().insert(id.clone(), HashMap::new());
-        let path = path.to_owned();
-        Ok(Upload { path, id, condition })
-    }
-
-    fn put_part(&self, upload: &Upload, number: usize, body: &Body, _: &Control) -> Result<String> {
-        if self.0.refused == Some(number) {
-            return Err(refused("write", &upload.path));
-        }
-        if self.0.panics == Some(number) {
-            // By then other threads wait for its memory.
-            std::thread::sleep(Duration::from_millis(100));
-            panic!("as a defect would");
-        }
-        let mut uploads = self.0.uploads.lock().unwrap();
-        let before = uploads.get_mut(&upload.id).unwrap().insert(number, body.to_vec());
-        assert!(before.is_none(), "part {number} was sent before");
-        Ok(number.to_string())
-    }
-
-    fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, _: &Control) -> Result<()> {
-        let mut there = self.0.uploads.lock().unwrap().remove(&upload.id).unwrap();
-        assert_eq!(parts, (0..there.len()).map(|number| number.to_string()).collect::<Vec<_>>());
-        let all: Vec<Vec<u8>> =
-            (0..parts.len()).map(|number| there.remove(&number).unwrap()).collect();
-        let (_, but_last) = all.split_last().unwrap();
-        assert!(
-            but_last
-                .iter()
-                .all(|part| part.len() == all[0].len() && part.len() as u64 >= LEAST_PART)
-        );
-        let bytes = all.concat();
-        assert_eq!(bytes.len() as u64, size);
-        self.0.files.lock().unwrap().insert(upload.path.clone(), bytes);
-        Ok(())
-    }
-
-    fn copy(&self, _: &Path, _: &Path, _: u64, _: &Control) -> Result<()> {
-        Err(Error::Unsupported("not here".into()))
-    }
-
-    fn remove(
-        &self,
-        files: &[PathBuf],
-        uploads: &[Upload],
-        _: Duration,
-        _: &Control,
-    ) -> Vec<Error> {
-        if self.0.stuck {
-            let left = files.iter().chain(uploads.iter().map(|upload| &upload.path));
-            return left.map(|path| refused("remove", path)).collect();
-        }
-        for path in files {
-            self.0.files.lock().unwrap().remove(path);
-        }
-        for upload in uploads {
-            self.0.uploads.lock().unwrap().remove(&upload.id);
-        }
-        Vec::new()
-    }
-
-    fn remove_seen(&self, path: &Path, control: &Control) -> Result<()> {
-        let left = self.remove(&[path.to_owned()], &[], Duration::ZERO, control);
-        left.into_iter().next().map_or(Ok(()), Err)
-    }
-
-    fn keeps_conditions(&self, _: &Path, _: &Control) -> Result<bool> {
-        Ok(true)
-    }
-}
-
-fn begin(store: &Store, items: &[SaveItem], options: &WriteOptions) -> Save {
-    let remote = Arc::new(store.clone());
-    Save::create_remote(
-        remote,
-        Path::new(DIR),
-        items.to_vec(),
-        Vec::new(),
-        INFO,
-        options,
-        None,
-        &Control::new(),
-    )
-    .unwrap()
-    .0
+fn begin_in_turns(
+    store: &MemoryStore,
+    items: &[SaveItem],
+    turns: Vec<u32>,
+    options: &WriteOptions,
+) -> Save {
+    let (remote, items, control) = (Arc::new(store.clone()), items.to_vec(), Control::new());
+    let dir = Path::new(DIR);
+    Save::create_remote(remote, dir, items, turns, INFO, options, None, &control).unwrap().0
 }
 
 /// Writes the stored objects as files, and checks them against the index.
-fn check(store: &Store, save: Save, items: &[SaveItem]) {
+fn check(store: &MemoryStore, save: Save, items: &[SaveItem]) {
     let (index, claim) = save.finish_with(Value::None, &Control::new()).unwrap().keep();
     assert!(claim.is_none() && store.0.uploads.lock().unwrap().is_empty());
     let dir = tempdir().unwrap();
@@ -194,7 +58,7 @@ fn items() -> Vec<SaveItem> {
 
 #[test]
 fn what_is_given_at_a_time_is_stored() {
-    let (store, items) = (Store::default(), items());
+    let (store, items) = (MemoryStore::default(), items());
     let save = begin(&store, &items, &WriteOptions::default());
     let control = Control::new();
     save.write(&parts(&contents(&items)), &control).unwrap();
@@ -207,7 +71,7 @@ fn what_comes_in_pieces_is_stored() {
     let items = items();
     let contents = contents(&items);
     for step in [MIB, 3 * MIB] {
-        let store = Store::default();
+        let store = MemoryStore::default();
         let options =
             WriteOptions { max_inflight_bytes: 16 << 20, threads: 2, ..WriteOptions::default() };
         let save = begin(&store, &items, &options);
@@ -228,22 +92,20 @@ fn what_comes_in_pieces_is_stored() {
 fn nothing_is_left_of_what_fails_or_is_given_up() {
     let items = items();
     let data = contents(&items);
-    let store = Store(Arc::new(Memory { refused: Some(2), ..Memory::default() }));
+    let store = MemoryStore(Arc::new(Objects { refused: Some(2), ..Objects::default() }));
     let save = begin(&store, &items, &WriteOptions::default());
     let refused = save.write(&parts(&data), &Control::new()).unwrap_err();
     assert!(matches!(refused, Error::Storage { kind: StorageFault::Denied, .. }), "{refused}");
     drop(save);
-    assert!(store.0.uploads.lock().unwrap().is_empty() && store.0.files.lock().unwrap().is_empty());
+    assert!(store.is_empty());
 
     for small in [true, false] {
-        let store = Store::default();
+        let store = MemoryStore::default();
         let items = if small { vec![value("v", 10)] } else { items.clone() };
         let save = begin(&store, &items, &WriteOptions::default());
         save.write(&parts(&contents(&items)), &Control::new()).unwrap();
         drop(save.finish_with(Value::None, &Control::new()).unwrap());
-        assert!(
-            store.0.uploads.lock().unwrap().is_empty() && store.0.files.lock().unwrap().is_empty()
-        );
+        assert!(store.is_empty());
     }
 }
 
@@ -252,7 +114,8 @@ fn nothing_is_left_of_what_fails_or_is_given_up() {
 #[test]
 fn what_could_not_be_removed_is_named() {
     let items = items();
-    let stuck = |refused| Store(Arc::new(Memory { refused, stuck: true, ..Memory::default() }));
+    let stuck =
+        |refused| MemoryStore(Arc::new(Objects { refused, stuck: true, ..Objects::default() }));
     let save = begin(&stuck(Some(2)), &items, &WriteOptions::default());
     let error = save.write(&parts(&contents(&items)), &Control::new()).unwrap_err();
     let text = error.to_string();
@@ -268,7 +131,7 @@ fn memory_of_what_panics_is_given_back() {
     // Each part has so many pieces that it needs a buffer, and there is memory for one.
     let items: Vec<SaveItem> =
         (0..1600).map(|number| whole(&format!("t{number}"), "uint8", &[MIB / 20])).collect();
-    let store = Store(Arc::new(Memory { panics: Some(2), ..Memory::default() }));
+    let store = MemoryStore(Arc::new(Objects { panics: Some(2), ..Objects::default() }));
     let options =
         WriteOptions { max_inflight_bytes: LEAST_PART, threads: 8, ..WriteOptions::default() };
     let (done, is_done) = std::sync::mpsc::channel();
@@ -292,12 +155,9 @@ fn what_comes_in_turns_shares_few_parts() {
         .collect();
     let turn_of = |item: usize| u32::try_from(item % 2).unwrap();
     let turns: Vec<u32> = (0..items.len()).map(turn_of).collect();
-    let (store, options, control) = (Store::default(), WriteOptions::default(), Control::new());
-    let remote = Arc::new(store.clone());
-    let dir = Path::new(DIR);
-    let (save, _) =
-        Save::create_remote(remote, dir, items.clone(), turns, INFO, &options, None, &control)
-            .unwrap();
+    let (store, options, control) =
+        (MemoryStore::default(), WriteOptions::default(), Control::new());
+    let save = begin_in_turns(&store, &items, turns, &options);
     let data = contents(&items);
     for turn in [0, 1] {
         let all = parts(&data);
@@ -327,7 +187,7 @@ proptest! {
 
     #[test]
     fn whatever_is_saved(items in saves(12)) {
-        let store = Store::default();
+        let store = MemoryStore::default();
         let save = begin(&store, &items, &WriteOptions::default());
         save.write(&parts(&contents(&items)), &Control::new()).unwrap();
         check(&store, save, &items);

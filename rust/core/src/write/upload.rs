@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::jobs::to_usize;
 use super::object::{Object, give_up, with_leftovers};
@@ -162,7 +162,7 @@ struct Sent {
 
 impl Sent {
     fn answer(&self, number: usize) -> MutexGuard<'_, String> {
-        self.answers[number].lock().unwrap_or_else(PoisonError::into_inner)
+        parallel::lock(&self.answers[number])
     }
 }
 
@@ -180,17 +180,12 @@ fn store(
 ) -> Result<()> {
     let threads = in_flight(options).min(to_usize(options.max_inflight_bytes / part_bytes).max(1));
     let large: Vec<&Sent> = files.iter().filter(|file| file.answers.len() > 1).collect();
-    parallel::for_each(
-        large.len(),
-        threads,
-        || (),
-        |(), i| large[i].object.begin(connection, control),
-    )?;
+    parallel::for_each(large.len(), threads, |i| large[i].object.begin(connection, control))?;
     let parts: Vec<(&Sent, usize)> = files
         .iter()
         .flat_map(|file| (0..file.answers.len()).map(move |number| (file, number)))
         .collect();
-    parallel::for_each(parts.len(), threads, Vec::new, |buffer: &mut Vec<u8>, i| {
+    parallel::for_each_with(parts.len(), threads, Vec::new, |buffer: &mut Vec<u8>, i| {
         control.check()?;
         let (file, number) = parts[i];
         let start = number as u64 * part_bytes;
@@ -201,14 +196,9 @@ fn store(
         *buffer = Body::try_unwrap(body).unwrap_or_default();
         Ok(())
     })?;
-    parallel::for_each(
-        files.len(),
-        threads,
-        || (),
-        |(), i| {
-            let file = &files[i];
-            let answers = (0..file.answers.len()).map(|number| file.answer(number).clone());
-            file.object.complete(answers, file.size, connection, control)
-        },
-    )
+    parallel::for_each(files.len(), threads, |i| {
+        let file = &files[i];
+        let answers = (0..file.answers.len()).map(|number| file.answer(number).clone());
+        file.object.complete(answers, file.size, connection, control)
+    })
 }

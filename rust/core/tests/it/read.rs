@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp_rs_core::copy::{Accumulate, SignBits};
+use dcp_rs_core::copy::Accumulate;
 use dcp_rs_core::paths::Links;
 use dcp_rs_core::read::{
     Catalog, Destination, FileProbe, FileRef, IoMode, Operation, ReadOptions, ReadReq, ReadStats,
@@ -47,15 +47,8 @@ fn noise(len: usize, seed: u64) -> Vec<u8> {
 fn written(dir: &Path, name: &str, bytes: &[u8]) -> FileRef {
     let path = dir.join(name);
     File::create(&path).unwrap().write_all(bytes).unwrap();
-    FileRef {
-        path,
-        size: bytes.len() as u64,
-        mtime_ns: 0,
-        mend: "",
-        links: Links::Within { folder: dir.into(), last: false },
-        remote: None,
-        delivered: None,
-    }
+    let links = Links::Within { folder: dir.into(), last: false };
+    FileRef { links, ..FileRef::new(path, bytes.len() as u64) }
 }
 
 /// On the disk of the build folder: a temporary folder may be in memory, where direct I/O and
@@ -81,21 +74,11 @@ fn drop_cache(file: &FileRef) {
 
 /// A request for `len` bytes at `src_offset` of the chunk `[offset, offset + length)`.
 fn run(file: u32, offset: usize, length: usize, src_offset: usize, dst: &mut [u8]) -> ReadReq {
+    let to = Destination(dst.as_mut_ptr());
     ReadReq {
-        file,
-        tensor: 7,
-        chunk_offset: offset as u64,
-        chunk_length: length as u64,
-        digests: None,
-        itemsize: 1,
         shape: smallvec![dst.len() as u64],
         src_offset: src_offset as u64,
-        src_strides: smallvec![1],
-        dst: Destination(dst.as_mut_ptr()),
-        dst_strides: smallvec![1],
-        signs: SignBits::default(),
-        operation: Operation::Copy,
-        coded: None,
+        ..ReadReq::bytes(file, 7, offset as u64, length as u64, to)
     }
 }
 
@@ -237,15 +220,7 @@ fn thin_rows_that_are_read_through_are_right() {
 
 #[test]
 fn nothing_wanted_is_nothing_done() {
-    let missing = FileRef {
-        path: "/nonexistent/file".into(),
-        size: 10,
-        mtime_ns: 0,
-        mend: "",
-        links: Links::Any,
-        remote: None,
-        delivered: None,
-    };
+    let missing = FileRef::new("/nonexistent/file", 10);
     assert_eq!(go(&[], &[], &options(IoMode::Auto)).unwrap(), ReadStats::default());
     let empty = run(0, 0, 0, 0, &mut []);
     assert_eq!(go(&[missing], &[empty], &options(IoMode::Auto)).unwrap(), ReadStats::default());

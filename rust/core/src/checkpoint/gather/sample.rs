@@ -299,7 +299,7 @@ mod tests {
     use super::*;
     use crate::Dtype;
     use crate::checkpoint::Memory;
-    use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry};
+    use crate::format::{ChunkEntry, FileEntry, IndexBuilder, SourceKind, TensorEntry};
     use crate::geometry::Dims;
     use crate::read::{Destination, ReadOptions, Sharing};
 
@@ -327,15 +327,11 @@ mod tests {
             ("layer3", ROWS),
         ]) {
             let tensor = builder
-                .add_tensor(TensorEntry {
-                    name: name.into(),
-                    kind: Kind::Tensor,
-                    dtype: Some(Dtype::UINT8),
-                    shape: Dims::from_slice(&[rows, 1024]),
-                    flags: 0,
-                    path: None,
-                    position: None,
-                })
+                .add_tensor(TensorEntry::tensor(
+                    name,
+                    Dtype::UINT8,
+                    Dims::from_slice(&[rows, 1024]),
+                ))
                 .unwrap();
             builder
                 .add_chunk(ChunkEntry {
