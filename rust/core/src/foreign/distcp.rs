@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::fault::{Fault, FaultResult};
 use super::metadata_pickle::{self, StockItem, StockMetadata};
 use super::sharding::Sharding;
 use super::tensor_pickle::{self, StoredTensor};
-use super::window::{Fetched, MAX_PIECE, SourceFile, Window};
+use super::window::{Fetched, MAX_PIECE, SourceFile, Window, joined};
 use super::zip::{Archive, LOCAL_MAGIC};
 use crate::copy::Signs;
 use crate::format::safetensors as st;
@@ -108,7 +108,7 @@ impl DataFile {
     /// Returns the safetensors file at the start of `window`. It is parsed once for all its
     /// tensors.
     fn embedded(&self, window: &Window<'_>) -> FaultResult<Arc<Embedded>> {
-        let mut known = self.embedded.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = parallel::lock(&self.embedded);
         if let Some(embedded) = known.get(&window.start) {
             return Ok(Arc::clone(embedded));
         }
@@ -140,7 +140,6 @@ const REMOTE_GAP: u64 = 256 << 10;
 /// Returns the ranges to read for some items of a file of `size` bytes: both ends of each, with
 /// near neighbours joined.
 fn ranges(items: &[StockItem], size: u64, gap: u64) -> Vec<(u64, u64)> {
-    let mut ranges: Vec<(u64, u64)> = Vec::new();
     let mut ends = Vec::with_capacity(2 * items.len());
     for item in items {
         let end = item.offset.saturating_add(item.length).min(size);
@@ -148,19 +147,7 @@ fn ranges(items: &[StockItem], size: u64, gap: u64) -> Vec<(u64, u64)> {
         ends.push((begin, end.min(begin.saturating_add(HEAD))));
         ends.push((begin.max(end.saturating_sub(TAIL)), end));
     }
-    ends.sort_unstable();
-    for (begin, end) in ends {
-        match ranges.last_mut() {
-            Some(last)
-                if begin <= last.1.saturating_add(gap)
-                    && end.max(last.1) - last.0 <= LONGEST_READ =>
-            {
-                last.1 = last.1.max(end);
-            }
-            _ => ranges.push((begin, end)),
-        }
-    }
-    ranges
+    joined(ends, gap, LONGEST_READ)
 }
 
 fn locate_batch(

@@ -144,7 +144,7 @@ pub(super) fn read(pickle: &Pickle<'_>, item: Item) -> FaultResult<Option<Part>>
     Ok(Some(Part {
         spec,
         dtype: local.dtype,
-        rank: pickle.get(mesh, "_rank").and_then(number),
+        rank: pickle.get(mesh, "_rank").and_then(Item::as_u64),
         requires_grad: requires_grad == Some(&Item::Bool(true)),
         shards: vec![(local, region)],
     }))
@@ -160,7 +160,8 @@ fn placement(pickle: &Pickle<'_>, item: Item, ndim: usize) -> FaultResult<Placem
     let Some(((_, name), _, state)) = pickle.as_object(item) else {
         return Err(odd("a placement"));
     };
-    let attribute = |key: &str| state.and_then(|state| pickle.get(state, key)).and_then(number);
+    let attribute =
+        |key: &str| state.and_then(|state| pickle.get(state, key)).and_then(Item::as_u64);
     let dim = || {
         let dim = attribute("dim").and_then(|dim| usize::try_from(dim).ok());
         dim.filter(|&dim| dim < ndim).ok_or_else(|| odd("the dimension of a shard"))
@@ -194,7 +195,7 @@ fn mesh_sizes(pickle: &Pickle<'_>, mesh: Item) -> FaultResult<Dims> {
         return axes.iter().map(size).collect::<Option<_>>().ok_or_else(|| odd("its mesh"));
     }
     let shape = pickle.get(layout, "shape").ok_or_else(|| odd("its mesh has no shape"))?;
-    match (number(shape), pickle.as_tuple(shape)) {
+    match (shape.as_u64(), pickle.as_tuple(shape)) {
         (Some(size), _) => Ok(Dims::from_slice(&[size])),
         (None, Some(items)) => items
             .iter()
@@ -207,7 +208,7 @@ fn mesh_sizes(pickle: &Pickle<'_>, mesh: Item) -> FaultResult<Dims> {
 
 /// Returns a size, or the product of sizes.
 fn product(pickle: &Pickle<'_>, item: Item) -> Option<u64> {
-    match number(item) {
+    match item.as_u64() {
         Some(size) => Some(size),
         None => numbers(pickle, item)?.iter().try_fold(1, |all: u64, size| all.checked_mul(*size)),
     }
@@ -216,12 +217,5 @@ fn product(pickle: &Pickle<'_>, item: Item) -> Option<u64> {
 /// Returns the numbers of a tuple or a list.
 pub(super) fn numbers(pickle: &Pickle<'_>, item: Item) -> Option<Dims> {
     let items = pickle.as_tuple(item).or_else(|| pickle.as_list(item))?;
-    (items.len() <= 64).then(|| items.iter().map(|item| number(*item)).collect())?
-}
-
-fn number(item: Item) -> Option<u64> {
-    match item {
-        Item::Int(n) => u64::try_from(n).ok(),
-        _ => None,
-    }
+    (items.len() <= 64).then(|| items.iter().map(|item| item.as_u64()).collect())?
 }

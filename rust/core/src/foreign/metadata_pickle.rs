@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::fault::{Fault, FaultResult};
 use super::pickle::{Described, Item, MAX_DEPTH, Node, Pickle, Rules, most_bytes};
+use super::tensor_pickle::dims;
 use super::{LFS_POINTER, is_lfs_pointer};
 use crate::format::{ChunkEntry, Kind, TensorEntry, Value, parse_uuid};
 use crate::geometry::Dims;
@@ -170,7 +171,9 @@ impl<'a> Reader<'a> {
                 (Some(state), _) if pickle.get(state, "chunks").is_some() => {
                     self.tensor(name, state)?
                 }
-                (_, Some(((_, "BytesStorageMetadata"), [], _))) => (bytes_entry(name), Vec::new()),
+                (_, Some(((_, "BytesStorageMetadata"), [], _))) => {
+                    (TensorEntry::bytes(name), Vec::new())
+                }
                 _ => {
                     let what = format!("{name:?} is neither a tensor nor bytes");
                     return Err(self.unlike(*entry, &what));
@@ -226,15 +229,7 @@ impl<'a> Reader<'a> {
             chunks.push(Chunk { offsets, sizes, stored });
         }
         chunks.sort_by(|a, b| a.offsets.cmp(&b.offsets));
-        let entry = TensorEntry {
-            name: name.to_owned(),
-            kind: Kind::Tensor,
-            dtype: Some(dtype),
-            shape,
-            flags,
-            path: None,
-            position: None,
-        };
+        let entry = TensorEntry { flags, ..TensorEntry::tensor(name, dtype, shape) };
         Ok((entry, chunks))
     }
 
@@ -281,8 +276,7 @@ impl<'a> Reader<'a> {
     }
 
     fn dims(&self, item: Option<Item>) -> Option<Dims> {
-        let items = self.pickle.as_tuple(item?).filter(|items| items.len() <= 64)?;
-        items.iter().map(|item| unsigned(Some(*item))).collect()
+        dims(self.pickle, item?)
     }
 
     fn read_storage(&mut self, map: Item) -> FaultResult<()> {
@@ -319,9 +313,8 @@ impl<'a> Reader<'a> {
             // The time to look up a name grows with its length.
             self.spend(name.len() + file.len(), "stored data")?;
             let file = self.file(file)?;
-            let (Some(offset_in_file), Some(length)) =
-                (unsigned(pickle.get(info, "offset")), unsigned(pickle.get(info, "length")))
-            else {
+            let number = |name| pickle.get(info, name).and_then(Item::as_u64);
+            let (Some(offset_in_file), Some(length)) = (number("offset"), number("length")) else {
                 return Err(bad("its place in the file"));
             };
             let (offsets, sizes) = match self.entries[entry as usize].kind {
@@ -495,28 +488,9 @@ impl<'a> Reader<'a> {
     }
 }
 
-fn bytes_entry(name: &str) -> TensorEntry {
-    TensorEntry {
-        name: name.to_owned(),
-        kind: Kind::Bytes,
-        dtype: None,
-        shape: Dims::new(),
-        flags: 0,
-        path: None,
-        position: None,
-    }
-}
-
 /// Returns the bytes that dimensions take on the heap.
 fn on_heap(dims: &Dims) -> usize {
     if dims.spilled() { size_of::<u64>() * dims.len() } else { 0 }
-}
-
-fn unsigned(item: Option<Item>) -> Option<u64> {
-    match item {
-        Some(Item::Int(n)) => u64::try_from(n).ok(),
-        _ => None,
-    }
 }
 
 /// Marks the chunk at `offsets` as stored, and returns its offsets and sizes. Returns `None` if it

@@ -32,7 +32,7 @@ pub(crate) struct Family {
 }
 
 pub(crate) const SAFETENSORS: Family = Family {
-    suffix: super::safetensors::SUFFIX,
+    suffix: ".safetensors",
     stems: &[],
     index: ".safetensors.index",
     loaded: &[

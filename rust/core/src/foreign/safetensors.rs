@@ -13,13 +13,10 @@ use super::sharding::Sharding;
 use super::{LFS_POINTER, is_lfs_pointer};
 use crate::checkpoint::part_of;
 use crate::format::safetensors as st;
-use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value};
+use crate::format::{ChunkEntry, FileEntry, IndexBuilder, SourceKind, TensorEntry, Value};
 use crate::geometry::{Dims, element_count, tiling};
 use crate::store::{Files, Stat};
 use crate::{Dtype, Error, Result, parallel};
-
-/// Suffix of safetensors file names.
-pub const SUFFIX: &str = ".safetensors";
 
 /// Indexes the files of a model in the folder `dir`. Returns the bytes of an index for a file in
 /// `dir`. If `threads` is 0, it uses all cores.
@@ -215,15 +212,7 @@ fn add(
     if let Err(reason) = check_tiling(&shape, &chunks) {
         return bad(&chunks[0], reason);
     }
-    let tensor = builder.add_tensor(TensorEntry {
-        name: name.to_owned(),
-        kind: Kind::Tensor,
-        dtype: Some(dtype),
-        shape,
-        flags: 0,
-        path: None,
-        position: None,
-    })?;
+    let tensor = builder.add_tensor(TensorEntry::tensor(name, dtype, shape))?;
     for chunk in chunks {
         builder.add_chunk(ChunkEntry {
             tensor,

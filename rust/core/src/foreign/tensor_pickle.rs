@@ -304,7 +304,8 @@ impl<'a> Reader<'a> {
             return Err(Fault::Unsupported(format!("stored as a lazy view of {}", dtype.name())));
         }
         let storage_len = storage.len().ok_or_else(|| odd("a storage too long"))?;
-        let offset = size(*offset)
+        let offset = offset
+            .as_u64()
             .and_then(|n| n.checked_mul(dtype.size()))
             .ok_or_else(|| odd("its offset"))?;
         let (sizes, strides) = (self.dims(*sizes)?, self.dims(*strides)?);
@@ -354,7 +355,7 @@ impl<'a> Reader<'a> {
             return Err(odd("a storage of an unknown form"));
         };
         let (Some("storage"), Some(key), Some(count)) =
-            (self.pickle.as_str(*tag), self.pickle.as_str(*key), size(*count))
+            (self.pickle.as_str(*tag), self.pickle.as_str(*key), count.as_u64())
         else {
             return Err(odd("a storage of an unknown form"));
         };
@@ -423,14 +424,7 @@ impl<'a> Reader<'a> {
 /// Parses sizes or strides.
 pub(super) fn dims(pickle: &Pickle<'_>, item: Item) -> Option<Dims> {
     let items = pickle.as_tuple(item).filter(|items| items.len() <= 64)?;
-    items.iter().map(|item| size(*item)).collect()
-}
-
-fn size(item: Item) -> Option<u64> {
-    match item {
-        Item::Int(n) => u64::try_from(n).ok(),
-        _ => None,
-    }
+    items.iter().map(|item| item.as_u64()).collect()
 }
 
 fn full((module, name): (&str, &str)) -> String {

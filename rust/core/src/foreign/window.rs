@@ -37,6 +37,21 @@ impl SourceFile<'_> {
     }
 }
 
+/// Joins ranges (first byte, the byte after the last) that are at most `gap` bytes apart, to at most
+/// `longest` bytes each. Returns them in order.
+pub(super) fn joined(mut ranges: Vec<(u64, u64)>, gap: u64, longest: u64) -> Vec<(u64, u64)> {
+    ranges.sort_unstable();
+    ranges.dedup_by(|next, last| {
+        let end = next.1.max(last.1);
+        let is_near = next.0 <= last.1.saturating_add(gap) && end - last.0 <= longest;
+        if is_near {
+            last.1 = end;
+        }
+        is_near
+    });
+    ranges
+}
+
 /// Calls `read` with a file of these bytes in memory.
 #[cfg(any(test, fuzzing))]
 pub(super) fn in_memory<T>(

@@ -109,7 +109,7 @@ impl Machine<'_, '_> {
             },
             // FRAME: its length is only a hint. The content is checked when it is read.
             0x95 => {
-                let len = u64::from_le_bytes(self.take()?);
+                let len = self.number::<8>()?;
                 if len > (self.pickle.input.len() - self.at) as u64 {
                     return Err(self.fault("a frame longer than the pickle"));
                 }
@@ -130,32 +130,19 @@ impl Machine<'_, '_> {
                 let n = u16::from_le_bytes(self.take()?);
                 self.push(Item::Int(n.into()));
             }
-            0x8a => {
-                let len = self.take::<1>()?[0].into();
-                self.long(len)?;
-            }
-            0x8b => {
-                let len = u32::from_le_bytes(self.take()?).into();
-                self.long(len)?;
-            }
+            0x8a => self.long::<1>()?,
+            0x8b => self.long::<4>()?,
             b'G' => {
                 let n = f64::from_be_bytes(self.take()?);
                 self.push(Item::Float(n));
             }
-            0x8c => {
-                let len = self.take::<1>()?[0].into();
-                self.text(len)?;
-            }
-            // SHORT_BINSTRING of Python 2, which readers take as text
-            b'U' if self.rules.keep => {
-                let len = self.take::<1>()?[0].into();
-                self.text(len)?;
-            }
-            // BINSTRING for over 255 bytes; INT, which Python 2 writes for more than 32 bits
-            b'T' if self.rules.keep => {
-                let len = u32::from_le_bytes(self.take()?).into();
-                self.text(len)?;
-            }
+            0x8c => self.text::<1>()?,
+            b'X' => self.text::<4>()?,
+            0x8d => self.text::<8>()?,
+            // SHORT_BINSTRING and BINSTRING of Python 2, which readers take as text
+            b'U' if self.rules.keep => self.text::<1>()?,
+            b'T' if self.rules.keep => self.text::<4>()?,
+            // INT, which Python 2 writes for more than 32 bits
             b'I' if self.rules.keep => {
                 let digits = self.line()?;
                 match self.pickle.str(digits).parse() {
@@ -163,30 +150,12 @@ impl Machine<'_, '_> {
                     Err(_) => return Err(self.fault("an invalid number")),
                 }
             }
-            b'X' => {
-                let len = u32::from_le_bytes(self.take()?).into();
-                self.text(len)?;
-            }
-            0x8d => {
-                let len = u64::from_le_bytes(self.take()?);
-                self.text(len)?;
-            }
-            b'C' => {
-                let len = self.take::<1>()?[0].into();
-                self.blob(len)?;
-            }
-            b'B' => {
-                let len = u32::from_le_bytes(self.take()?).into();
-                self.blob(len)?;
-            }
-            0x8e => {
-                let len = u64::from_le_bytes(self.take()?);
-                self.blob(len)?;
-            }
+            b'C' => self.blob::<1>()?,
+            b'B' => self.blob::<4>()?,
+            0x8e => self.blob::<8>()?,
             // BYTEARRAY8
             0x96 if self.rules.keep => {
-                let len = u64::from_le_bytes(self.take()?);
-                let bytes = self.span(len)?;
+                let bytes = self.span::<8>()?;
                 self.push_node(Node::ByteArray(bytes), self.op_at)?;
             }
             // POP, POP_MARK: after a tuple that contains itself, which is in the memo by then
@@ -246,22 +215,16 @@ impl Machine<'_, '_> {
             }
             // memo
             b'q' => {
-                let index = self.take::<1>()?[0].into();
+                let index = self.index::<1>()?;
                 self.put(index)?;
             }
             b'r' => {
-                let index = u32::from_le_bytes(self.take()?) as usize;
+                let index = self.index::<4>()?;
                 self.put(index)?;
             }
             0x94 => self.put(self.remembered)?,
-            b'h' => {
-                let index = self.take::<1>()?[0].into();
-                self.get(index)?;
-            }
-            b'j' => {
-                let index = u32::from_le_bytes(self.take()?) as usize;
-                self.get(index)?;
-            }
+            b'h' => self.get::<1>()?,
+            b'j' => self.get::<4>()?,
             // globals and objects made with them
             b'c' => {
                 let (module, name) = (self.line()?, self.line()?);
@@ -318,7 +281,21 @@ impl Machine<'_, '_> {
         }
     }
 
-    fn span(&mut self, len: u64) -> FaultResult<Span> {
+    /// Takes a number of `N` bytes.
+    fn number<const N: usize>(&mut self) -> FaultResult<u64> {
+        let mut wide = [0; 8];
+        wide[..N].copy_from_slice(&self.take::<N>()?);
+        Ok(u64::from_le_bytes(wide))
+    }
+
+    /// Takes a number of `N` bytes that is an index in the memo.
+    fn index<const N: usize>(&mut self) -> FaultResult<usize> {
+        Ok(usize::try_from(self.number::<N>()?).unwrap_or(usize::MAX))
+    }
+
+    /// Takes a length of `N` bytes, and this many bytes.
+    fn span<const N: usize>(&mut self) -> FaultResult<Span> {
+        let len = self.number::<N>()?;
         let left = self.pickle.input.len() - self.at;
         match usize::try_from(len) {
             Ok(len) if len <= left => {
@@ -344,8 +321,8 @@ impl Machine<'_, '_> {
         }
     }
 
-    fn text(&mut self, len: u64) -> FaultResult<()> {
-        let span = self.span(len)?;
+    fn text<const N: usize>(&mut self) -> FaultResult<()> {
+        let span = self.span::<N>()?;
         match self.utf8(span) {
             Ok(span) => self.push(Item::Str(span)),
             Err(_) if self.rules.keep => self.push(Item::Surrogates(span)),
@@ -354,8 +331,8 @@ impl Machine<'_, '_> {
         Ok(())
     }
 
-    fn blob(&mut self, len: u64) -> FaultResult<()> {
-        let span = self.span(len)?;
+    fn blob<const N: usize>(&mut self) -> FaultResult<()> {
+        let span = self.span::<N>()?;
         self.push(Item::Bytes(span));
         Ok(())
     }
@@ -372,16 +349,16 @@ impl Machine<'_, '_> {
     }
 
     /// Pushes an integer in two's complement. 64 bits are enough for any size.
-    fn long(&mut self, len: u64) -> FaultResult<()> {
-        if len > 8 && !self.rules.keep {
-            return Err(self.fault("an integer of more than 64 bits"));
-        }
-        let span = self.span(len)?;
-        let bytes = self.pickle.bytes(span);
-        if bytes.len() > 8 {
+    fn long<const N: usize>(&mut self) -> FaultResult<()> {
+        let span = self.span::<N>()?;
+        if span.len > 8 {
+            if !self.rules.keep {
+                return Err(self.fault("an integer of more than 64 bits"));
+            }
             self.push(Item::Long(span));
             return Ok(());
         }
+        let bytes = self.pickle.bytes(span);
         let sign = if bytes.last().is_some_and(|b| b & 0x80 != 0) { 0xff } else { 0 };
         let mut wide = [sign; 8];
         wide[..bytes.len()].copy_from_slice(bytes);
@@ -433,7 +410,8 @@ impl Machine<'_, '_> {
         Ok(())
     }
 
-    fn get(&mut self, index: usize) -> FaultResult<()> {
+    fn get<const N: usize>(&mut self) -> FaultResult<()> {
+        let index = self.index::<N>()?;
         match self.memo.get(index).copied().flatten() {
             Some(item) => {
                 self.push(item);

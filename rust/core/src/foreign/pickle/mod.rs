@@ -31,6 +31,16 @@ pub(super) enum Item {
     Node(u32),
 }
 
+impl Item {
+    /// Returns a number that is not negative.
+    pub(super) fn as_u64(self) -> Option<u64> {
+        match self {
+            Self::Int(n) => u64::try_from(n).ok(),
+            _ => None,
+        }
+    }
+}
+
 /// Returns the bytes that a pickle of `input` bytes may expand to. Honest pickles stay far below
 /// it.
 pub(super) fn most_bytes(input: usize) -> u64 {

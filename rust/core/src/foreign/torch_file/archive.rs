@@ -10,7 +10,7 @@ use super::tree::{self, Tree};
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::Pickle;
 use crate::foreign::tensor_pickle;
-use crate::foreign::window::{Fetched, SourceFile, Window};
+use crate::foreign::window::{Fetched, SourceFile, Window, joined};
 use crate::foreign::zip::{Archive, LOCAL_MAGIC, Record};
 use crate::foreign::{LFS_POINTER, is_lfs_pointer};
 use crate::store::{Files, Stat};
@@ -199,20 +199,9 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
 /// Fetches the headers of all records at the same time, since on a store each read is a request.
 /// Headers that are near each other are fetched together.
 fn fetch_headers(source: &SourceFile<'_>, records: &[Record]) -> Result<Vec<Fetched>> {
-    let mut headers: Vec<(u64, u64)> = records
-        .iter()
-        .map(Record::header)
-        .filter(|&(begin, end)| begin < end && end <= source.size)
-        .collect();
-    headers.sort_unstable();
-    let mut ranges: Vec<(u64, u64)> = Vec::with_capacity(headers.len());
-    for (begin, end) in headers {
-        match ranges.last_mut() {
-            Some(last) if begin <= last.1.saturating_add(NEAR) => last.1 = last.1.max(end),
-            _ => ranges.push((begin, end)),
-        }
-    }
-    source.fetch_all(&ranges)
+    let headers = records.iter().map(Record::header);
+    let headers = headers.filter(|&(begin, end)| begin < end && end <= source.size).collect();
+    source.fetch_all(&joined(headers, NEAR, u64::MAX))
 }
 
 /// Reads a small record that determines the meaning of other bytes, and compares its checksum.

@@ -1,7 +1,7 @@
 //! A value in a file of `torch.save`, as a file of `torch.save` of its own.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::archive::TorchFile;
 use crate::checkpoint::file_ref;
@@ -9,6 +9,7 @@ use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::Item;
 use crate::foreign::tensor_pickle;
 use crate::format::Index;
+use crate::parallel::lock;
 use crate::store::{FileRef, Files, Opened, Storage};
 use crate::{Control, Error, Result};
 
@@ -54,7 +55,7 @@ impl ValueReader {
     }
 
     fn known(&self, number: u32, there: &There<'_>) -> Result<Arc<Known>> {
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut files = lock(&self.files);
         if let Some(known) = files.get(&number) {
             return Ok(Arc::clone(known));
         }
