@@ -59,14 +59,7 @@ pub struct Failure {
 impl Failure {
     /// Returns a failure after which a retry may succeed.
     pub fn passing(reason: impl Into<String>) -> Self {
-        Self {
-            kind: StorageFault::Failed,
-            is_worth_another_try: true,
-            reason: reason.into(),
-            status: None,
-            was_sent: true,
-            nobody_listens: false,
-        }
+        Self { is_worth_another_try: true, ..Self::lasting(StorageFault::Failed, reason) }
     }
 
     /// Returns a permanent failure.

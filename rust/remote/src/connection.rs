@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::future::Future;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use dcp_rs_core::store::{
@@ -19,7 +19,7 @@ use object_store::{ObjectMeta, ObjectStoreExt as _};
 use crate::answers::Failure;
 use crate::config::{Config, StoreKind};
 use crate::fetch::{self, File};
-use crate::session::{Session, Shared, as_seen};
+use crate::session::{Session, Shared};
 use crate::store::{self, Removal};
 use crate::{Seen, see};
 
@@ -29,11 +29,7 @@ const MOST_THREADS: usize = 32;
 const MOST_COPIED: u64 = 5 << 30;
 
 /// A connection. On drop it ends its threads.
-pub struct Connected {
-    config: Arc<Config>,
-    seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
-    session: Session,
-}
+pub struct Connected(Session);
 
 impl Connected {
     pub fn new(
@@ -43,8 +39,17 @@ impl Connected {
     ) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if threads == 0 { cores } else { threads }.clamp(1, MOST_THREADS);
-        let session = Session::new(Arc::clone(&config), Arc::clone(&seen), threads)?;
-        Ok(Self { config, seen, session })
+        Session::new(config, seen, threads).map(Self)
+    }
+
+    fn config(&self) -> &Config {
+        &self.0.shared.config
+    }
+
+    /// Records the version of a file, and refuses a version that differs from an earlier one.
+    fn see(&self, path: &Path, now: Seen) -> Result<()> {
+        see(&self.0.shared.seen, path, now)
+            .map_err(|reason| Error::storage(StorageFault::Precondition, "read", path, reason))
     }
 
     /// Sends a request and waits for its answer.
@@ -56,7 +61,7 @@ impl Connected {
     where
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        self.session.wait(control, question(Arc::clone(&self.session.shared)))
+        self.0.wait(control, question(Arc::clone(&self.0.shared)))
     }
 
     /// Does the same as [`ask`](Self::ask), within the limit on requests in flight.
@@ -68,9 +73,9 @@ impl Connected {
     where
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        let shared = Arc::clone(&self.session.shared);
+        let shared = Arc::clone(&self.0.shared);
         let work = work(Arc::clone(&shared));
-        self.session.wait(control, async move {
+        self.0.wait(control, async move {
             let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
             work.await
         })
@@ -94,7 +99,7 @@ async fn list(
     let (mut token, mut tokens) = (None, HashSet::new());
     let endless = |reason: &str| {
         let failure = Failure::lasting(StorageFault::Failed, reason);
-        Err(failure.into_error("list", path, 1, &shared.config.secrets))
+        Err(shared.error(failure, "list", path, 1))
     };
     loop {
         let next = || {
@@ -134,34 +139,25 @@ fn none_if_missing<T>(result: Result<T>) -> Result<Option<T>> {
     }
 }
 
-fn changed(path: &Path, reason: String) -> Error {
-    Error::storage(StorageFault::Precondition, "read", path, reason)
-}
-
 impl Connection for Connected {
     fn look(&self, path: &Path, control: &Control) -> Result<Option<u64>> {
-        {
-            let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(seen) = seen.get(path) {
-                return Ok(Some(seen.size));
-            }
+        if let Some(seen) = self.0.shared.before(path) {
+            return Ok(Some(seen.size));
         }
-        let name = self.config.name(path)?;
-        let at = path.to_owned();
-        let meta = self.ask(control, |shared| async move {
-            let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
+        let (at, name) = (path.to_owned(), self.config().name(path)?);
+        let meta = self.send(control, |shared| async move {
             shared.persist("look at", &at, 0, || shared.client.objects.head(&name)).await
         });
         let Some(meta) = none_if_missing(meta)? else {
             return Ok(None);
         };
         let size = meta.size;
-        see(&self.seen, path, Seen::of(meta)).map_err(|reason| changed(path, reason))?;
+        self.see(path, Seen::of(meta))?;
         Ok(Some(size))
     }
 
     fn list(&self, folder: &Path, control: &Control) -> Result<Option<Folder>> {
-        let prefix = self.config.name(folder)?;
+        let prefix = self.config().name(folder)?;
         let own = prefix.clone();
         let at = folder.to_owned();
         let listed = self.ask(control, |shared| async move {
@@ -195,18 +191,16 @@ impl Connection for Connected {
         anew: bool,
         control: &Control,
     ) -> Result<Option<(Vec<u8>, u64)>> {
-        let name = self.config.name(path)?;
+        let name = self.config().name(path)?;
         let at = path.to_owned();
-        let started = self.ask(control, |shared| async move {
-            let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
-            fetch::start(&shared, &at, &name, most).await
-        });
+        let started = self
+            .send(control, |shared| async move { fetch::start(&shared, &at, &name, most).await });
         let Some((now, bytes)) = none_if_missing(started)? else {
             return Ok(None);
         };
         let size = now.size;
         if !anew {
-            see(&self.seen, path, now).map_err(|reason| changed(path, reason))?;
+            self.see(path, now)?;
         }
         Ok(Some((bytes, size)))
     }
@@ -218,7 +212,7 @@ impl Connection for Connected {
         ranges: Vec<FetchRange>,
         control: &Control,
     ) -> Result<()> {
-        let name = self.config.name(path)?;
+        let name = self.config().name(path)?;
         let file = Arc::new(File { path: path.to_owned(), name, size });
         self.ask(control, |shared| async move {
             let each = |range| fetch::fetch(Arc::clone(&shared), Arc::clone(&file), range);
@@ -233,7 +227,7 @@ impl Connection for Connected {
 
 impl StoringConnection for Connected {
     fn put(&self, path: &Path, body: &Body, condition: Condition, control: &Control) -> Result<()> {
-        let name = self.config.name(path)?;
+        let name = self.config().name(path)?;
         let (path, body) = (path.to_owned(), Arc::clone(body));
         self.send(control, |shared| async move {
             store::put(&shared, &path, &name, body, condition).await
@@ -241,7 +235,7 @@ impl StoringConnection for Connected {
     }
 
     fn begin(&self, path: &Path, condition: Condition, control: &Control) -> Result<Upload> {
-        let (path, name) = (path.to_owned(), self.config.name(path)?);
+        let (path, name) = (path.to_owned(), self.config().name(path)?);
         self.send(
             control,
             |shared| async move { store::begin(&shared, &path, &name, condition).await },
@@ -255,7 +249,7 @@ impl StoringConnection for Connected {
         body: &Body,
         control: &Control,
     ) -> Result<String> {
-        let name = self.config.name(&upload.path)?;
+        let name = self.config().name(&upload.path)?;
         let (upload, body) = (upload.clone(), Arc::clone(body));
         self.send(control, |shared| async move {
             store::put_part(&shared, &upload, &name, number, body).await
@@ -269,14 +263,14 @@ impl StoringConnection for Connected {
         size: u64,
         control: &Control,
     ) -> Result<()> {
-        let (upload, name) = (upload.clone(), self.config.name(&upload.path)?);
+        let (upload, name) = (upload.clone(), self.config().name(&upload.path)?);
         self.send(control, |shared| async move {
             store::complete(&shared, &upload, &name, parts, size).await
         })
     }
 
     fn check_copied(&self, from: &Path, size: u64) -> Result<()> {
-        if self.config.kind == StoreKind::S3 && size > MOST_COPIED {
+        if self.config().kind == StoreKind::S3 && size > MOST_COPIED {
             return Err(Error::Unsupported(format!(
                 "{} is {size} bytes long, and stores copy at most {MOST_COPIED} at once",
                 from.display()
@@ -286,7 +280,7 @@ impl StoringConnection for Connected {
     }
 
     fn copy(&self, from: &Path, to: &Path, size: u64, control: &Control) -> Result<()> {
-        let names = (self.config.name(from)?, self.config.name(to)?);
+        let names = (self.config().name(from)?, self.config().name(to)?);
         self.check_copied(from, size)?;
         match self.look(from, control)? {
             Some(found) if found == size => {}
@@ -309,7 +303,7 @@ impl StoringConnection for Connected {
         within: Duration,
         control: &Control,
     ) -> Vec<Error> {
-        let config = &self.config;
+        let config = self.config();
         let files = files.iter().map(|path| Ok(Removal::File(path.clone(), config.name(path)?)));
         let uploads = uploads
             .iter()
@@ -325,8 +319,8 @@ impl StoringConnection for Connected {
     }
 
     fn remove_seen(&self, path: &Path, control: &Control) -> Result<()> {
-        let name = self.config.name(path)?;
-        if !self.seen.lock().unwrap_or_else(PoisonError::into_inner).contains_key(path) {
+        let name = self.config().name(path)?;
+        if self.0.shared.before(path).is_none() {
             let never = format!("{} is to be removed, and was not looked at", path.display());
             return Err(Error::Internal(never));
         }
@@ -335,12 +329,12 @@ impl StoringConnection for Connected {
     }
 
     fn tells_apart(&self, path: &Path) -> bool {
-        as_seen(&self.config, &self.seen, path).is_some()
+        self.0.shared.as_seen(path).is_some()
     }
 
     fn keeps_conditions(&self, folder: &Path, control: &Control) -> Result<bool> {
         let path = folder.join(format!(".dcp-rs-asks-{:016x}", random_token()?));
-        let name = self.config.name(&path)?;
+        let name = self.config().name(&path)?;
         self.send(
             control,
             |shared| async move { store::keeps_conditions(&shared, &path, &name).await },

@@ -53,7 +53,7 @@ pub async fn start(
             Err(failure) => failure,
         };
         if !retry.wait_to_retry(&failure).await {
-            return Err(failure.into_error("read", path, retry.attempts(), &shared.config.secrets));
+            return Err(shared.error(failure, "read", path, retry.attempts()));
         }
     }
 }
@@ -133,7 +133,7 @@ fn too_slow() -> Failure {
 fn explain(shared: &Shared, file: &File, failure: Failure, retry: &RetryState) -> Error {
     match failure.kind {
         StorageFault::NotFound => Error::corrupt_file(&file.path, "the file is missing"),
-        _ => failure.into_error("read", &file.path, retry.attempts(), &shared.config.secrets),
+        _ => shared.error(failure, "read", &file.path, retry.attempts()),
     }
 }
 

@@ -23,8 +23,9 @@ mod transport;
 use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use dcp_rs_core::lock;
 use dcp_rs_core::store::{Connection, Remote, StoringConnection};
 use dcp_rs_core::{Error, Result};
 
@@ -111,7 +112,7 @@ pub(crate) fn see(
     path: &Path,
     now: Seen,
 ) -> std::result::Result<(), String> {
-    let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut seen = lock(seen);
     match seen.get(path) {
         Some(before) if before.tag != now.tag => Err(format!(
             "the object was replaced since it was opened: its tag is {}, and was {}",

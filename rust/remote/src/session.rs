@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use dcp_rs_core::lock;
 use dcp_rs_core::{Control, Error, Result};
 use object_store::UpdateVersion;
 use tokio::runtime::{Builder, Handle, Runtime};
@@ -35,25 +36,6 @@ pub struct Shared {
     pub seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
 }
 
-/// Does what [`Shared::as_seen`] does, for a connection.
-pub fn as_seen(
-    config: &Config,
-    seen: &Mutex<HashMap<PathBuf, Seen>>,
-    path: &Path,
-) -> Option<UpdateVersion> {
-    let seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
-    let seen = seen.get(path)?;
-    // As in `Shared::tag`.
-    let e_tag = seen.tag.clone().filter(|tag| !tag.starts_with("W/"));
-    let version = seen.version.clone();
-    // Google's clients send the version, all others the tag.
-    let is_known = match config.kind {
-        StoreKind::Google => version.is_some(),
-        _ => e_tag.is_some(),
-    };
-    is_known.then_some(UpdateVersion { e_tag, version })
-}
-
 impl Shared {
     /// Returns the retries of one request.
     pub fn retry(&self) -> RetryState {
@@ -62,34 +44,47 @@ impl Shared {
 
     /// Returns the tag that a file must have, if it was seen before.
     pub fn tag(&self, path: &Path) -> Option<String> {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        let tag = seen.get(path)?.tag.clone()?;
         // A weak tag never matches a precondition (RFC 9110, 13.1.1), so the tag of the answer is
         // compared instead.
-        (!tag.starts_with("W/")).then_some(tag)
+        self.before(path)?.tag.filter(|tag| !tag.starts_with("W/"))
     }
 
     /// Returns the version of a file that was seen, as a condition; `None` if it was not seen or
     /// cannot be distinguished from others.
     pub fn as_seen(&self, path: &Path) -> Option<UpdateVersion> {
-        as_seen(&self.config, &self.seen, path)
+        let (e_tag, version) = (self.tag(path), self.before(path)?.version);
+        // Google's clients send the version, all others the tag.
+        let is_known = match self.config.kind {
+            StoreKind::Google => version.is_some(),
+            _ => e_tag.is_some(),
+        };
+        is_known.then_some(UpdateVersion { e_tag, version })
     }
 
     /// Returns the version of a file that was seen.
     pub fn before(&self, path: &Path) -> Option<Seen> {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.get(path).cloned()
+        lock(&self.seen).get(path).cloned()
     }
 
     /// Records a new version of a file.
     pub fn note(&self, path: &Path, now: Seen) {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.insert(path.to_owned(), now);
+        lock(&self.seen).insert(path.to_owned(), now);
     }
 
     /// Removes the version of a file, which may change.
     pub fn forget(&self, path: &Path) {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
+        lock(&self.seen).remove(path);
+    }
+
+    /// Converts a failure to the error of a call.
+    pub fn error(
+        &self,
+        failure: Failure,
+        action: &'static str,
+        path: &Path,
+        attempts: u32,
+    ) -> Error {
+        failure.into_error(action, path, attempts, &self.config.secrets)
     }
 
     /// Makes attempts until one succeeds, or no retry is left. Each sends `body` bytes.
@@ -112,12 +107,7 @@ impl Shared {
                 Err(_) => retry.timed_out(work),
             };
             if !retry.wait_to_retry(&failure).await {
-                return Err(failure.into_error(
-                    action,
-                    path,
-                    retry.attempts(),
-                    &self.config.secrets,
-                ));
+                return Err(self.error(failure, action, path, retry.attempts()));
             }
         }
     }

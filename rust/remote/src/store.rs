@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
+use dcp_rs_core::lock;
 use dcp_rs_core::store::{Body, Condition, Upload};
 use dcp_rs_core::{Error, Result, StorageFault};
 use futures_util::StreamExt as _;
@@ -117,7 +118,7 @@ pub async fn put(
         {
             failure.kind = StorageFault::Unclear;
         }
-        return Err(failure.into_error("write", path, retry.attempts(), &shared.config.secrets));
+        return Err(shared.error(failure, "write", path, retry.attempts()));
     }
 }
 
@@ -170,9 +171,8 @@ pub async fn complete(
     size: u64,
 ) -> Result<()> {
     let plain = parts(shared, &upload.path)?;
-    let failed = |failure: Failure, attempts| {
-        failure.into_error("write", &upload.path, attempts, &shared.config.secrets)
-    };
+    let failed =
+        |failure: Failure, attempts| shared.error(failure, "write", &upload.path, attempts);
     let mut conditional = None;
     if upload.condition == Condition::New {
         let made = Config::completing_new(&shared.client);
@@ -284,11 +284,9 @@ fn tag_of_parts(tags: &[String]) -> Option<String> {
 }
 
 fn there_is_one(shared: &Shared, path: &Path, attempts: u32) -> Error {
-    let failure = Failure::lasting(
-        StorageFault::Precondition,
-        "another one is there now; nothing was changed",
-    );
-    failure.into_error("write", path, attempts, &shared.config.secrets)
+    let reason = "another one is there now; nothing was changed";
+    let failure = Failure::lasting(StorageFault::Precondition, reason);
+    shared.error(failure, "write", path, attempts)
 }
 
 /// Returns the longest time that a store takes to copy this many bytes. It sends nothing meanwhile.
@@ -298,9 +296,7 @@ const fn copying(bytes: u64) -> Duration {
 
 /// Makes the store copy an object of this length, in the version that was seen.
 pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u64) -> Result<()> {
-    let refused = |failure: Failure, attempts| {
-        failure.into_error("copy", path, attempts, &shared.config.secrets)
-    };
+    let refused = |failure: Failure, attempts| shared.error(failure, "copy", path, attempts);
     let (objects, mode) = match (&shared.client.copying, shared.tag(path)) {
         (Some(copying), Some(tag)) => {
             let objects = copying.only(&tag);
@@ -400,7 +396,7 @@ pub async fn remove(shared: &Shared, removals: &[Removal], within: Duration) -> 
     }
     failed.extend(left.into_values().map(|removal| {
         let failure = Failure::passing("there was no time for it");
-        failure.into_error("remove", removal.path(), 1, &shared.config.secrets)
+        shared.error(failure, "remove", removal.path(), 1)
     }));
     failed
 }
@@ -409,9 +405,7 @@ pub async fn remove(shared: &Shared, removals: &[Removal], within: Duration) -> 
 /// object may have been stored since an attempt with an unknown outcome. The request also has a
 /// condition, but some stores ignore it.
 pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()> {
-    let refused = |failure: Failure, attempts| {
-        failure.into_error("remove", path, attempts, &shared.config.secrets)
-    };
+    let refused = |failure: Failure, attempts| shared.error(failure, "remove", path, attempts);
     let conditional = match shared.tag(path) {
         Some(tag) => Config::removing(&shared.client, &tag),
         None => Ok(None),
@@ -450,7 +444,7 @@ async fn is_as_seen(shared: &Shared, path: &Path, name: &Name, attempts: u32) ->
     let another = |reason: String| {
         let failure =
             Failure::lasting(StorageFault::Precondition, format!("it was left alone: {reason}"));
-        failure.into_error("remove", path, attempts, &shared.config.secrets)
+        shared.error(failure, "remove", path, attempts)
     };
     see(&shared.seen, path, Seen::of(found)).map_err(another)?;
     Ok(true)
@@ -460,7 +454,7 @@ async fn is_as_seen(shared: &Shared, path: &Path, name: &Name, attempts: u32) ->
 /// checking store refuses.
 pub async fn keeps_conditions(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
     static KNOWN: Mutex<Option<HashMap<u64, bool>>> = Mutex::new(None);
-    let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = || lock(&KNOWN);
     let store = shared.config.fingerprint();
     if let Some(&keeps) = known().as_ref().and_then(|known| known.get(&store)) {
         return Ok(keeps);
@@ -495,12 +489,7 @@ async fn ask(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
             _ => {}
         }
         if !retry.wait_to_retry(&failure).await {
-            return Err(failure.into_error(
-                "write",
-                path,
-                retry.attempts(),
-                &shared.config.secrets,
-            ));
+            return Err(shared.error(failure, "write", path, retry.attempts()));
         }
     }
 }

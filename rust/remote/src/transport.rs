@@ -5,11 +5,12 @@ use std::collections::HashSet;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
-use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use dcp_rs_core::NOTICE_AGAIN;
+use dcp_rs_core::lock;
 use futures_util::StreamExt as _;
 use object_store::client::{
     ClientConfigKey, HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest,
@@ -84,7 +85,7 @@ impl Hold {
     /// Leaves a notice for the caller, unless another one was left within a minute, since many
     /// requests fail together.
     pub fn tell(&self, text: impl FnOnce() -> String) {
-        let mut notices = self.notices.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut notices = lock(&self.notices);
         if notices.last.is_none_or(|last| last.elapsed() >= NOTICE_AGAIN) {
             notices.last = Some(Instant::now());
             notices.texts.push(text());
@@ -93,20 +94,20 @@ impl Hold {
 
     /// Returns the notices since the last call.
     pub fn take_notices(&self) -> Vec<String> {
-        std::mem::take(&mut self.notices.lock().unwrap_or_else(PoisonError::into_inner).texts)
+        std::mem::take(&mut lock(&self.notices).texts)
     }
 
     fn note(&self, headers: &HeaderMap) {
         let seconds = headers.get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
         let until =
             seconds.and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds)));
-        let mut hold = self.until.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut hold = lock(&self.until);
         *hold = (*hold).max(until);
     }
 
     /// Returns the remaining time.
     pub fn left(&self) -> Duration {
-        let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
+        let until = *lock(&self.until);
         until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
     }
 }
