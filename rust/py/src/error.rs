@@ -2,7 +2,7 @@
 //! Python so that they can be pickled.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use dcp_rs_core::{Error, StorageFault};
 use pyo3::exceptions::{PyKeyboardInterrupt, PyOSError};
@@ -32,60 +32,36 @@ pyo3::import_exception!(dcp_rs.errors, UnsupportedError);
 /// Returns the exception for an error of the core.
 pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
     let message = error.to_string();
-    match error {
+    let name = |path| FsPath::text(py, path).map_or_else(|_| py.None(), Bound::unbind);
+    let (exception, path, tensor, offset) = match error {
         Error::NotFound { path, .. } => {
-            with_place(py, CheckpointNotFoundError::new_err(message), Some(path), None, None)
+            (CheckpointNotFoundError::new_err(message), Some(path), "", None)
         }
         Error::CorruptIndex { path, offset, .. } => {
-            with_place(py, CorruptIndexError::new_err(message), Some(path), None, Some(*offset))
+            (CorruptIndexError::new_err(message), Some(path), "", Some(*offset))
         }
-        Error::CorruptData { path, tensor, offset, .. } => with_place(
-            py,
-            CorruptDataError::new_err(message),
-            Some(path),
-            (!tensor.is_empty()).then_some(tensor.as_str()),
-            *offset,
-        ),
+        Error::CorruptData { path, tensor, offset, .. } => {
+            (CorruptDataError::new_err(message), Some(path), &**tensor, *offset)
+        }
         Error::Replaced { path } => {
-            with_place(py, CheckpointReplacedError::new_err(message), Some(path), None, None)
+            (CheckpointReplacedError::new_err(message), Some(path), "", None)
         }
-        Error::Exists { path } => {
-            with_place(py, CheckpointExistsError::new_err(message), Some(path), None, None)
-        }
-        // Like a failed rename: an `OSError` with two file names.
-        Error::Displaced { path, at, source } => {
-            let name = |path| FsPath::text(py, path).map_or_else(|_| py.None(), Bound::unbind);
-            let number = match &**source {
-                Error::Io { source, .. } => source.raw_os_error().unwrap_or(EIO),
-                _ => EIO,
-            };
-            PyOSError::new_err((number, message, name(path), py.None(), name(at)))
-        }
+        Error::Exists { path } => (CheckpointExistsError::new_err(message), Some(path), "", None),
         Error::UnsafePickle { path, .. } => {
-            with_place(py, UnsafePickleError::new_err(message), Some(path), None, None)
+            (UnsafePickleError::new_err(message), Some(path), "", None)
         }
-        Error::Quantization { path, tensor, .. } => with_place(
-            py,
-            QuantizationError::new_err(message),
-            Some(path),
-            (!tensor.is_empty()).then_some(tensor.as_str()),
-            None,
-        ),
-        Error::Unsupported(_) => UnsupportedError::new_err(message),
-        Error::TensorPlan { path, tensor, .. } => with_place(
-            py,
-            PlanError::new_err(message),
-            path.as_deref(),
-            Some(tensor.as_str()),
-            None,
-        ),
-        // The standard class, so that callers can look at errno. `OSError` picks a subclass, such
-        // as `FileNotFoundError`, by errno.
-        Error::Io { action, path, source } => PyOSError::new_err((
-            source.raw_os_error().unwrap_or(EIO),
-            format!("cannot {action}: {}", words(source)),
-            FsPath::text(py, path).map_or_else(|_| py.None(), Bound::unbind),
-        )),
+        Error::Quantization { path, tensor, .. } => {
+            (QuantizationError::new_err(message), Some(path), &**tensor, None)
+        }
+        Error::TensorPlan { path, tensor, .. } => {
+            return with_place(
+                py,
+                PlanError::new_err(message),
+                path.as_deref(),
+                Some(tensor),
+                None,
+            );
+        }
         Error::Storage { kind, action, path, attempts, .. } => {
             let error = match kind {
                 StorageFault::NotFound => StorageNotFoundError::new_err(message),
@@ -95,20 +71,35 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
                 _ => StorageError::new_err(message),
             };
             let told = error.value(py).setattr("operation", *action);
-            let told = told.and_then(|()| error.value(py).setattr("attempts", *attempts));
-            match told {
-                Ok(()) => with_place(py, error, Some(path), None, None),
-                Err(other) => other,
+            match told.and_then(|()| error.value(py).setattr("attempts", *attempts)) {
+                Ok(()) => (error, Some(path), "", None),
+                Err(other) => return other,
             }
         }
-        Error::Busy { path, .. } => {
-            with_place(py, SaveInProgressError::new_err(message), Some(path), None, None)
+        Error::Busy { path, .. } => (SaveInProgressError::new_err(message), Some(path), "", None),
+        // Like a failed rename: an `OSError` with two file names.
+        Error::Displaced { path, at, source } => {
+            let number = match &**source {
+                Error::Io { source, .. } => source.raw_os_error().unwrap_or(EIO),
+                _ => EIO,
+            };
+            return PyOSError::new_err((number, message, name(path), py.None(), name(at)));
         }
-        Error::Internal(what) => internal_error(what, None),
-        Error::Interrupted => PyKeyboardInterrupt::new_err(()),
+        // The standard class, so that callers can look at errno. `OSError` picks a subclass, such
+        // as `FileNotFoundError`, by errno.
+        Error::Io { action, path, source } => {
+            let number = source.raw_os_error().unwrap_or(EIO);
+            let message = format!("cannot {action}: {}", words(source));
+            return PyOSError::new_err((number, message, name(path)));
+        }
+        Error::Unsupported(_) => return UnsupportedError::new_err(message),
+        Error::Internal(what) => return internal_error(what, None),
+        Error::Interrupted => return PyKeyboardInterrupt::new_err(()),
         // `Plan`, and variants that a later core adds.
-        _ => PlanError::new_err(message),
-    }
+        _ => return PlanError::new_err(message),
+    };
+    let tensor = (!tensor.is_empty()).then_some(tensor);
+    with_place(py, exception, path.map(PathBuf::as_path), tensor, offset)
 }
 
 /// Returns the system's message. Rust appends the error number, which Python shows in front.
