@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
 from dcp_rs.checkpoint import locate
+from dcp_rs.checkpoint.locate import LoadSource
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -39,13 +40,11 @@ def save_rank_local(path):
     dcp.save(state(1), storage_writer=RsWriter(path), use_collectives=False)
 
 
-def load(how, path, reader=None):
+def load(how, path):
     got = state(0)
     try:
         if how == TORCHS:
-            dcp.load(got, storage_reader=reader or RsReader(path))
-        elif reader is not None:
-            dcp_rs.load_state_dict(got, reader, planner=dcp_rs.RsLoadPlanner())
+            dcp.load(got, storage_reader=RsReader(path))
         else:
             dcp_rs.load(got, path)
     except BaseException:
@@ -129,29 +128,25 @@ def test_a_reader_that_is_asked_for_a_rank_s_looks_for_that_of_all(beside):
     assert set(RsReader(beside).read_metadata(rank=0).state_dict_metadata) == {"w", "step"}
 
 
-class Overtaken(RsReader):
-    """Rank 1 has opened its own index when that of all ranks is committed, which rank 0 opens."""
-
-    new = None
-
-    def read_metadata(self, *args, **kwargs):
-        if self.new is None or (dist.get_rank() == 1 and "rank" not in kwargs):
-            return super().read_metadata(*args, **kwargs)
-        new, self.new = self.new, None
-        opened = super().read_metadata(*args, **kwargs) if dist.get_rank() == 1 else None
-        dist.barrier()
-        if opened is None:
-            for file in sorted(new.iterdir()):  # the index is the last
-                shutil.copy(file, self.path)
-            opened = super().read_metadata(*args, **kwargs)
-        dist.barrier()
-        return opened
-
-
 def load_overtaken(how, path, new):
-    reader = Overtaken(path)
-    reader.new = new
-    return load(how, path, reader)
+    """Rank 1 has opened its own index when that of all ranks is committed, which rank 0 opens."""
+    left, real = [new], LoadSource.open
+
+    def opened(source, rank=None):
+        if not left or (dist.get_rank() == 1 and rank is None):
+            return real(source, rank)
+        left.clear()
+        found = real(source, rank) if dist.get_rank() == 1 else None
+        dist.barrier()
+        if found is None:
+            for file in sorted(new.iterdir()):  # the index is the last
+                shutil.copy(file, path)
+            found = real(source, rank)
+        dist.barrier()
+        return found
+
+    with mock.patch.object(LoadSource, "open", opened):
+        return load(how, path)
 
 
 @pytest.mark.parametrize("how", [OURS, TORCHS])
