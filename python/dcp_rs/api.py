@@ -170,9 +170,10 @@ def load(
     def make_request() -> LoadRequest:
         _check_state_dict(state_dict, path)
         of_load, of_reader = split_options(take_options(load, options), LoadOptions)
-        return LoadRequest(state_dict, LoadSource.of(path, of_reader), LoadOptions.of(of_load))
+        source, chosen = LoadSource.of(path, of_reader), LoadOptions.of(of_load)
+        return LoadRequest(state_dict, source, chosen, stateful=True)
 
-    load_once = partial(engine.load, ranks, make_request, stateful=True)
+    load_once = partial(engine.load, ranks, make_request)
     return engine.retry(ranks, load_once, lambda: not options.get("allow_partial_load"))
 
 
@@ -347,8 +348,6 @@ def async_save(
             warn_of_foreign_model(where)
         state_of = _state_of_copied_buffers if async_staging else _state_of
         selected = select(state_dict, checked.include, checked.exclude, state_of=state_of)
-        if checked.parent is not None:
-            checked = replace(checked, parent=checked.parent.at_absolute_path())
         entries = replace(selected, values={})  # the save keeps no tensor of the caller
         return Staging(selected.values, shared_blocks, watched=async_staging)
 

@@ -321,13 +321,13 @@ class ReadOptions(_Options):
 
     def engine(self) -> dict[str, Any]:
         """Return keyword arguments for the engine."""
-        threads = self.threads or max(1, _core.available_cores() // (local_ranks() or 1))
+        ranks = local_ranks() or 1
         return {
             "io": self.io,
-            "threads": threads,
+            "threads": self.threads or max(1, _core.available_cores() // ranks),
             "verify": None if self.verify == "auto" else self.verify,
             "shared": has_local_peers() if self.shared is None else self.shared,
-            "local_ranks": local_ranks() or 1,
+            "local_ranks": ranks,
             "max_inflight_bytes": self.max_inflight_bytes or 64 * MIB,
         }
 

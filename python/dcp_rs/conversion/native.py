@@ -25,12 +25,12 @@ def write(job: Job, result: Path) -> None:
             of another format.
         StorageError: see :mod:`dcp_rs.errors`.
     """
-    overwrite = job.request.overwrite
-    to = Destination(result, job.request.storage_options)
+    request = job.request
+    to = Destination(result, request.storage_options, overwrite=request.overwrite)
     _refuse_foreign(to)
-    to.prepare(None, overwrite=overwrite)
-    generation = to.begin(None, overwrite=overwrite)
-    runs = split(job.tasks, job.request.shards or 1)
+    to.prepare()
+    generation = to.begin()
+    runs = split(job.tasks, request.shards or 1)
     save_id = uuid.uuid4().bytes
     of_all = {"save_id": save_id, "generation": generation, "world_size": len(runs)}
     indexes: list[bytes] = []
@@ -39,18 +39,14 @@ def write(job: Job, result: Path) -> None:
             indexes.append(_write_rank(job, run, to, rank=rank, **of_all))
         job.source.check_again()  # on a store, nothing can be undone after the commit
         index = to.commit(
-            None,
             indexes,
             save_id=save_id,
             generation=generation,
             planner_data=_planner_data(job),
-            items=None,
-            names=(),
-            fsync=job.request.write_options.fsync,
-            overwrite=overwrite,
+            fsync=request.write_options.fsync,
         )
     except BaseException as error:
-        to.give_up(None, indexes, error)
+        to.give_up(indexes, error)
         raise
     job.report.files = len(index.files())
 

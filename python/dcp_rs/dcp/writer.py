@@ -151,7 +151,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._is_used = False  # files were written under this save id
         # Of the present save, from set_up_storage_writer() on:
         self._to: Destination
-        self._rank: int | None  # of a rank-local save
         self._is_coordinator: bool
         self._clock: Phases
         self._generation: int  # the coordinator knows it
@@ -188,9 +187,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Copy the state dict to host memory, for ``dcp.async_save``."""
         self._staged_ranks = job_size()
         self.path = absolute(self.path)  # until the save begins, the current folder may change
-        if self._options.parent is not None:
-            parent = self._options.parent.at_absolute_path()
-            self._options = dataclasses.replace(self._options, parent=parent)
         if self._staged_ranks == 0 or dist.get_rank() == 0:
             warn_of_foreign_model(self.path)  # here, as a thread or a process saves
         return stage(state_dict)
@@ -215,8 +211,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if self._is_used:  # a save with the same writer, without reset()
             self._renew_id()
         use_collectives = kwargs.get("use_collectives", True)
-        self._rank = None if use_collectives else kwargs.get("rank") or 0
-        self._to = Destination(self.path, self._options.storage_options)
+        rank = None if use_collectives else kwargs.get("rank") or 0
+        self._to = Destination(
+            self.path, self._options.storage_options, rank=rank, overwrite=self.overwrite
+        )
         self._is_coordinator = is_coordinator
         self._clock = Phases()
         ranks, self._staged_ranks = self._staged_ranks, None
@@ -234,17 +232,17 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the folder, and check that it may be saved to. The coordinator begins the save."""
-        self._to.prepare(self._rank, overwrite=self.overwrite)
-        if self._is_coordinator or self._rank is not None:
-            self._generation = self._to.begin(self._rank, overwrite=self.overwrite)
+        self._to.prepare()
+        if self._is_coordinator or self._to.rank is not None:
+            self._generation = self._to.begin()
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Add the ticket of each rank to its plan."""
         save_id = uuid.UUID(self.save_id).bytes
         ranks = [(rank, len(plans)) for rank in range(len(plans))]
-        if self._rank is not None:
-            ranks = [(self._rank, 0)]
+        if self._to.rank is not None:
+            ranks = [(self._to.rank, 0)]
         return [
             dataclasses.replace(
                 plan, storage_data=SaveTicket(rank, size, save_id, self._generation)
@@ -275,7 +273,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         written = write_files(writes, self._to, ticket, self._options, self._clock)
         self._written = written
         self.report = written.report
-        if not self._is_coordinator and self._rank is None:
+        if not self._is_coordinator and self._to.rank is None:
             self._clock.report(self.report)  # the coordinator reports in finish()
         result = WriteResult(
             index=MetadataIndex(rank_index_name(ticket.rank)),
@@ -306,7 +304,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         except BaseException as error:
             self.close()
             # Other ranks may not hear of it.
-            written.to.give_up(written.ticket.own_rank, indexes, error, handled)
+            written.to.give_up(indexes, error, handled)
             raise
         self.close()
         self._clock.report(written.report)
@@ -323,21 +321,15 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def _renew_id(self) -> None:
         self.save_id, self._is_used = str(uuid.uuid4()), False
 
-    def _discard(self) -> None:
-        """Remove the files of a save that failed on any rank. Without one, do nothing."""
-        written, self._written = self._written, None
-        if written is not None:
-            written.discard()
-
     def _discard_failed(self) -> None:
         """Remove the files of the save before, which did not end.
 
         On a store, the commit of another rank may still be on its way. The files stay there, for
         :func:`dcp_rs.clean`.
         """
-        if self._written is not None and self._written.to.store is not None:
-            self.close()
-        self._discard()
+        if self._written is not None and self._written.to.store is None:
+            self._written.discard()
+        self.close()
 
     def __del__(self) -> None:
         self._discard_failed()

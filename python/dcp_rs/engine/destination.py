@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,8 @@ class Destination:
     Args:
         path: the folder.
         options: how to reach the store, for a URL.
+        rank: the rank of a rank-local save; None for a save of all ranks.
+        overwrite: replace a checkpoint that is there.
 
     Attributes:
         folder: the folder, for the engine.
@@ -65,9 +67,18 @@ class Destination:
         UnsupportedError: unknown options, or options for a folder of the file system.
     """
 
-    def __init__(self, path: Path, options: StorageOptions | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        options: StorageOptions | None,
+        *,
+        rank: int | None = None,
+        overwrite: bool = True,
+    ) -> None:
         self.path = path
         self.options = options
+        self.rank = rank
+        self._overwrite = overwrite
         self.folder = absolute(path)
         self.store: _core.Store | None = None
         if isinstance(path, Url):
@@ -83,12 +94,8 @@ class Destination:
             return "it is in another bucket, and stores copy within one"
         return None
 
-    def prepare(self, rank: int | None, *, overwrite: bool) -> None:
+    def prepare(self) -> None:
         """Create the folder, and check that it may be saved to.
-
-        Args:
-            rank: the rank of a rank-local save.
-            overwrite: replace a checkpoint that is there.
 
         Raises:
             CheckpointExistsError: a checkpoint is there that may not be replaced, or a file.
@@ -96,9 +103,12 @@ class Destination:
         """
         if self.store is None:
             make_folder(self.folder)
-        if not overwrite and (self._has_index(rank) or (rank is None and self._has_rank_index())):
+        is_local = self.rank is not None
+        if not self._overwrite and (
+            self._has_index(self.rank) or (not is_local and self._has_rank_index())
+        ):
             raise self._exists()
-        if rank is not None and self._has_index(None):
+        if is_local and self._has_index(None):
             # Readers would go on to find the old checkpoint.
             msg = (
                 f"{self.path} holds a checkpoint of all ranks, which a rank-local save "
@@ -106,7 +116,7 @@ class Destination:
             )
             raise CheckpointExistsError(msg, path=self.path)
 
-    def begin(self, rank: int | None, *, overwrite: bool) -> int:
+    def begin(self) -> int:
         """Return the generation of a save that begins now. It replaces what is there now.
 
         It warns if this process has neither opened nor saved what is there: a run that should have
@@ -116,11 +126,11 @@ class Destination:
             CheckpointExistsError: on a store, a checkpoint is there that may not be replaced.
         """
         if self.store is None:
-            if self._has_index(rank) and not is_known(self.folder):
-                self._warn_of_unknown(INDEX_NAME if rank is None else rank_index_name(rank))
+            if self._has_index(self.rank) and not is_known(self.folder):
+                self._warn_of_unknown(_index_name(self.rank))
             return _core.next_generation(self.folder)
-        generation = self.store.begin(self.folder, rank)
-        if (self.store.replaces or self.store.replaces_ranks) and not overwrite:
+        generation = self.store.begin(self.folder, self.rank)
+        if (self.store.replaces or self.store.replaces_ranks) and not self._overwrite:
             raise self._exists()
         if self.store.replaces and not is_known(self.path):
             self._warn_of_unknown(None)
@@ -134,16 +144,28 @@ class Destination:
 
     def commit(
         self,
-        rank: int | None,
         indexes: Sequence[bytes],
         *,
+        save_id: bytes,
+        generation: int,
+        planner_data: Any,
+        items: int | None = None,
+        names: Collection[str] = (),
+        fsync: bool = True,
         publish: Callable[[bytes], object] | None = None,
-        **how: Any,
     ) -> _core.Index:
         """Merge the indexes of all ranks, and commit the result, or give it to ``publish``.
 
-        It warns if files of the checkpoint before are left. Other arguments are those of
-        ``_core.commit_indexes``.
+        It warns if files of the checkpoint before are left.
+
+        Args:
+            indexes: the indexes of all ranks.
+            save_id, generation: section 1.1 of the format.
+            planner_data: data that belongs to no entry.
+            items: the number of chunks and values of all ranks, if it is known.
+            names: tensors that the indexes must have.
+            fsync: make the commit durable.
+            publish: takes the bytes of the index in place of the commit.
 
         Raises:
             CheckpointExistsError: in a folder, another save was committed meanwhile, and this one
@@ -151,7 +173,18 @@ class Destination:
             StoragePreconditionError: the same on a store.
         """
         index, left = _core.commit_indexes(
-            self.folder, rank, indexes, store=self.store, publish=publish is None, **how
+            self.folder,
+            self.rank,
+            indexes,
+            save_id=save_id,
+            generation=generation,
+            planner_data=planner_data,
+            items=items,
+            names=names,
+            fsync=fsync,
+            overwrite=self._overwrite,
+            store=self.store,
+            publish=publish is None,
         )
         if publish is not None:
             publish(index.to_bytes())
@@ -165,7 +198,6 @@ class Destination:
 
     def give_up(
         self,
-        rank: int | None,
         indexes: Sequence[bytes],
         error: BaseException,
         handled: BaseException | None = None,
@@ -175,15 +207,14 @@ class Destination:
         They stay if a store did not say how the commit ended.
 
         Args:
-            rank: the rank of a rank-local save.
             indexes: the indexes of all ranks.
             error: the error of the commit.
             handled: as for :func:`commit_outcome`.
         """
         if self.store is None or not commit_outcome(error, handled):
-            self.remove(rank, indexes)
+            self.remove(indexes)
 
-    def remove(self, rank: int | None, indexes: Sequence[bytes]) -> None:
+    def remove(self, indexes: Sequence[bytes]) -> None:
         """Remove the files that indexes of a failed save name.
 
         Files that the index at the destination names stay. The save may have been committed before
@@ -191,9 +222,9 @@ class Destination:
         """
         removals: list[Callable[[], None]]
         if self.store is not None:
-            removals = [partial(self.store.discard, self.folder, rank, indexes)]
+            removals = [partial(self.store.discard, self.folder, self.rank, indexes)]
         else:
-            removals = [partial(_core.discard, self.folder, rank, index) for index in indexes]
+            removals = [partial(_core.discard, self.folder, self.rank, index) for index in indexes]
         for remove in removals:
             try:
                 remove()
@@ -228,12 +259,15 @@ class Destination:
     def _has_index(self, rank: int | None) -> bool:
         if self.store is not None:
             return self.store.has_index(self.folder, rank)
-        name = INDEX_NAME if rank is None else rank_index_name(rank)
-        return (self.folder / name).exists()
+        return (self.folder / _index_name(rank)).exists()
 
     def _has_rank_index(self) -> bool:
         """Return whether a folder holds a rank-local save. `begin` looks on a store."""
         return self.store is None and any(self.folder.glob(f"__[0-9]*.{INDEX_NAME}"))
+
+
+def _index_name(rank: int | None) -> str:
+    return INDEX_NAME if rank is None else rank_index_name(rank)
 
 
 def _bucket(url: Path) -> list[str]:

@@ -51,9 +51,6 @@ _TRIES = 10
 def load(
     ranks: RankGroup,
     make_request: Callable[[], LoadRequest],
-    *,
-    stateful: bool = False,
-    index: _core.Index | None = None,
 ) -> LoadReport:
     """Fill a state dict from a checkpoint. Every rank calls it.
 
@@ -75,8 +72,6 @@ def load(
         ranks: the ranks that load.
         make_request: returns the request of this rank. It is called in step 1, so that its error
             is raised on all ranks.
-        stateful: call ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
-        index: the index of the checkpoint, if it is open.
 
     Returns:
         The report of this rank.
@@ -89,18 +84,14 @@ def load(
 
     def plan_own() -> _PlanSummary:
         nonlocal plan
-        request = make_request()
-        plan = plan_rank(request, rank=ranks.rank, ranks=ranks.size, stateful=stateful, index=index)
+        plan = plan_rank(make_request(), ranks)
         return plan.summary
 
     def hand_over() -> None:
         for fqn, value in (plan.values | plan.reads.new.new).items():
             set_at(plan.state_dict, plan.reads.flat.paths[fqn], value)
-        if stateful:
-            request = plan.request
-            load_stateful(
-                request.state_dict, plan.state_dict, plan.stateful, assign=request.options.assign
-            )
+        if plan.request.stateful:
+            load_stateful(plan)
 
     reply = ranks.reduce_scatter(plan_own, compare)
     plan.clock.end("plan")
@@ -118,12 +109,16 @@ class LoadRequest:
         source: the checkpoint.
         options: which entries to load, and into which dtype and device.
         is_part: another request loads the rest, so that nothing is said of what this one leaves.
+        stateful: call ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
+        index: the index of the checkpoint, if it is open.
     """
 
     state_dict: dict[str, Any]
     source: LoadSource
     options: LoadOptions = field(default_factory=LoadOptions)
     is_part: bool = False
+    stateful: bool = False
+    index: _core.Index | None = None
 
 
 # --- step 1: plan ---------------------------------------------------------------------------------
@@ -184,28 +179,21 @@ class Plan:
         return [self.index.first_chunk(entry.index) for entry in self.reads.values.values()]
 
 
-def plan_rank(
-    request: LoadRequest,
-    *,
-    rank: int,
-    ranks: int,
-    stateful: bool = False,
-    index: _core.Index | None = None,
-) -> Plan:
+def plan_rank(request: LoadRequest, ranks: RankGroup) -> Plan:
     """Open the checkpoint, and plan the reads of this rank. Nothing is written."""
     source, state_dict, holders = request.source, request.state_dict, dict[str, Any]()
-    if stateful:
+    if request.stateful:
         state_dict, holders = call_state_dicts(state_dict)
-    clock, is_of_all = Phases(), True
+    clock, index, is_of_all = Phases(), request.index, True
     if index is None:
-        index, is_of_all = source.open(rank)
+        index, is_of_all = source.open(ranks.rank)
     clock.end("metadata")
     reads = plan_reads(state_dict, index, request.options)
     if reads.values and not request.is_part:
         names = [entry.name for entry in reads.values.values()]
         matching.warn_of_left_out_state(index, names, reads.stored)
     sample = None
-    if is_of_all and ranks > 1:
+    if is_of_all and not ranks.is_alone:
         sample = cache_sharing.sample_of(index, source.read, reads.regions, reads.batch)
     summary = _PlanSummary(
         path=os.fspath(source.path),
@@ -685,24 +673,13 @@ def _read_with_peers(
 # --- step 3: hand over ----------------------------------------------------------------------------
 
 
-def load_stateful(
-    state_dict: dict[str, Any],
-    loaded: dict[str, Any],
-    stateful: dict[str, Any],
-    *,
-    assign: bool = False,
-) -> None:
-    """Call ``load_state_dict`` of ``Stateful`` objects, and update the caller's state dict.
-
-    Args:
-        state_dict: the state dict of the caller.
-        loaded, stateful: the results of :func:`call_state_dicts`, filled.
-        assign: modules take the tensors that were loaded.
-    """
-    for key, holder in stateful.items():
+def load_stateful(plan: Plan) -> None:
+    """Call ``load_state_dict`` of ``Stateful`` objects, and update the caller's state dict."""
+    assign, loaded = plan.request.options.assign, plan.state_dict
+    for key, holder in plan.stateful.items():
         more = {"assign": True} if assign and isinstance(holder, torch.nn.Module) else {}
         holder.load_state_dict(loaded.pop(key), **more)
-    state_dict.update(loaded)
+    plan.request.state_dict.update(loaded)
 
 
 # --- retries --------------------------------------------------------------------------------------

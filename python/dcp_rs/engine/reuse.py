@@ -64,35 +64,23 @@ class Parent:
         *,
         verify: bool,
     ) -> None:
-        self.path = None if path is None else location(path)
+        # Until the save begins, the current folder may change.
+        self.path = None if path is None else absolute(location(path))
         self._frozen = reuse if isinstance(reuse, Frozen) else Frozen(reuse)
         self._verify = verify
 
     def __bool__(self) -> bool:
         return self.path is not None or bool(self._frozen)
 
-    def at_absolute_path(self) -> Parent:
-        """Return the parent for a save after the current folder may have changed."""
-        path = None if self.path is None else absolute(self.path)
-        return Parent(path, self._frozen, verify=self._verify)
-
-    def find_reuse(
-        self,
-        writes: Writes,
-        to: Destination,
-        *,
-        rank: int | None,
-        options: WriteOptions,
-    ) -> _core.Reuse:
+    def find_reuse(self, writes: Writes, to: Destination, options: WriteOptions) -> _core.Reuse:
         """Compare a rank's writes with the parent. Warn if the parent cannot be reused.
 
         Args:
             writes: what the rank writes.
             to: the destination of the save.
-            rank: the rank whose index of the parent to open, in a rank-local save.
             options: how to read and write.
         """
-        index = self._open(to, rank)
+        index = self._open(to)
         kept = writes.plan.kept_names(writes.keep)
         lengths = [entry.nbytes for entry in writes.entries]
         frozen = list(map(self._frozen.matches, kept))
@@ -113,14 +101,14 @@ class Parent:
                 return writes.plan.reuse(writes.keep, lengths, None, frozen, self._frozen.trusted)
         return reuse
 
-    def _open(self, to: Destination, rank: int | None) -> _core.Index | None:
+    def _open(self, to: Destination) -> _core.Index | None:
         if self.path is None:
             return None
         if (reason := to.why_no_shared_files(self.path)) is not None:
             self.warn(to, [reason])
             return None
         try:
-            index = _core.Index.open(self.path, rank, False, options_for(self.path, to.options))
+            index = _core.Index.open(self.path, to.rank, False, options_for(self.path, to.options))
         except (DcpRsError, OSError) as error:
             self.warn(to, [str(error)])
             return None

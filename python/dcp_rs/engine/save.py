@@ -69,10 +69,11 @@ def save(  # one function to read from top to bottom
     def describe() -> bytes:
         nonlocal request, to, writes
         request = make_request()
-        to = Destination(request.path, request.options.storage_options)
+        options = request.options
+        to = Destination(request.path, options.storage_options, overwrite=options.overwrite)
         is_partial = not ranks.is_alone or job_size() <= 1
-        writes = plan_locally(request.entries, request.options.dtype, is_partial=is_partial)
-        to.prepare(None, overwrite=request.options.overwrite)
+        writes = plan_locally(request.entries, options.dtype, is_partial=is_partial)
+        to.prepare()
         return writes.plan.request()
 
     def assign(requests: list[bytes]) -> list[tuple[bytes, SaveTicket]]:
@@ -81,7 +82,7 @@ def save(  # one function to read from top to bottom
         if items == 0 and request.entries.nothing_to_save is not None:
             raise PlanError(request.entries.nothing_to_save, path=to.path)
         save_id = request.options.save_id.bytes
-        generation = to.begin(None, overwrite=request.options.overwrite)
+        generation = to.begin()
         size = len(requests)
         return [
             (keep, SaveTicket(rank, size, save_id, generation)) for rank, keep in enumerate(keeps)
@@ -207,11 +208,6 @@ class SaveTicket:
     save_id: bytes
     generation: int
 
-    @property
-    def own_rank(self) -> int | None:
-        """The rank whose index it becomes in a rank-local save; None if all ranks share one."""
-        return self.rank if self.world_size == 0 else None
-
 
 @dataclass(frozen=True)
 class WrittenFiles:
@@ -239,10 +235,9 @@ class WrittenFiles:
             self.save.unlock()
 
     def discard(self) -> None:
-        """Remove the files, unless the index of this save is there. Unlock them."""
+        """Remove the files, unless the index of this save is there. Release them afterwards."""
         if self.process == os.getpid():
-            self.to.remove(self.ticket.own_rank, [self.index])
-            self.save.unlock()
+            self.to.remove([self.index])
 
 
 def write_files(
@@ -267,7 +262,7 @@ def write_files(
     parent, how = options.parent, options.write
     reuse = None
     if parent is not None:
-        reuse = parent.find_reuse(writes, to, rank=ticket.own_rank, options=how)
+        reuse = parent.find_reuse(writes, to, how)
         clock.end("compare")
     save = writes.plan.create(
         to.folder,
@@ -337,7 +332,6 @@ def commit_files(
     to, ticket = written.to, written.ticket
     with (options.guard or nullcontext)():
         index = to.commit(
-            ticket.own_rank,
             indexes,
             save_id=ticket.save_id,
             generation=ticket.generation,
@@ -345,14 +339,13 @@ def commit_files(
             items=items,
             names=names,
             fsync=options.write.fsync,
-            overwrite=options.overwrite,
             publish=options.publish,
         )
     clock.end("commit")
     written.report.entries = index.tensor_count
     return make_metadata(
         index,
-        rank=ticket.own_rank,
+        rank=to.rank,
         checkpoint_id=to.path,
         storage_options=options.storage_options,
     )

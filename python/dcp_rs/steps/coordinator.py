@@ -189,17 +189,13 @@ class Coordinator:
         folder = self._store.folder(step.number)
         remember(folder)  # a save that may be replaced
         to = Destination(folder, self._store.access.get("storage_options"))
-        generation = to.begin(None, overwrite=True)
+        generation = to.begin()
         with self._store.holding():
             to.commit(
-                None,
                 [index.to_bytes()],
                 save_id=UUID(step.save_id).bytes,
                 generation=generation,
                 planner_data={},
-                items=None,
-                names={},
-                fsync=True,
             )
         self.committed(step.number, step.save_id)
         return True

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dcp_rs import _core
 from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine import load as engine
@@ -206,19 +205,18 @@ class TrainingLoad:
             allow_partial_load="model" in self._options.partial, dtype=self._options.dtype
         )
 
-        def requests() -> list[tuple[engine.LoadRequest, _core.Index]]:
+        def requests() -> list[engine.LoadRequest]:
             """Return the requests. Plan all before the first of several reads."""
             found = [
-                (engine.LoadRequest(template, reader._source, options), entries)
+                engine.LoadRequest(template, reader._source, options, index=entries.index)
                 for reader, entries, template in self._parts.opened()
             ]
-            for request, entries in found if found[1:] else ():
-                engine.plan_rank(request, rank=ranks.rank, ranks=ranks.size, index=entries.index)
-            return [(request, entries.index) for request, entries in found]
+            for request in found if found[1:] else ():
+                engine.plan_rank(request, ranks)
+            return found
 
-        for request, index in ranks.run(requests):
-            report = engine.load(ranks, partial(replace, request), index=index)
-            _add_report(self.report, report)
+        for request in ranks.run(requests):
+            _add_report(self.report, engine.load(ranks, partial(replace, request)))
 
     def _end(self) -> None:
         """Hand over what was read."""
