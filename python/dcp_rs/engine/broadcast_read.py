@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from dcp_rs.tensors.regions import Cut, cut, narrow, unflatten
 from dcp_rs.transfer.buffers import new_slabs
 from dcp_rs.transfer.copy_stream import is_accelerator
 from dcp_rs.transfer.target import Target, fills
+
+T = TypeVar("T")
 
 #: Large tensors are cut at multiples of this many bytes.
 _PAGE = 4096
@@ -73,10 +75,10 @@ def read_shared(
         Exception: the error of this rank, once no rank waits for it.
         RankLostError: a collective failed.
     """
-    errors: list[BaseException] = []
+    kept = KeptError()
 
     def prepare() -> tuple[list[_Exchange], dict[torch.device, _Memory], list[torch.Tensor]]:
-        exchanges = [_Exchange(index, group, options, ranks, errors) for group in groups]
+        exchanges = [_Exchange(index, group, options, ranks, kept) for group in groups]
         own = {exchange.device for exchange in exchanges}
         memories = {
             device: _Memory(device, [one for one in exchanges if one.device == device])
@@ -95,8 +97,7 @@ def read_shared(
     for exchange in exchanges:
         with ranks.talking():
             exchange.run(memories[exchange.device])
-    if errors:
-        raise errors[0]
+    kept.raise_it()
     counts = Counts()
     for exchange in exchanges:
         counts.add(exchange.counts)
@@ -114,7 +115,7 @@ class _Exchange:
         group: the ranks.
         options: how to read.
         ranks: the ranks of the load.
-        errors: gets an error of this rank. After it nothing is read or unpacked.
+        kept: keeps an error of this rank. After it nothing is read or unpacked.
 
     Attributes:
         counts: counts of reads from storage.
@@ -126,10 +127,10 @@ class _Exchange:
         group: BroadcastGroup,
         options: ReadOptions,
         ranks: RankGroup,
-        errors: list[BaseException],
+        kept: KeptError,
     ) -> None:
         self.counts = Counts()
-        self._errors = errors
+        self._kept = kept
         self.device = group.send_device
         self._index = index
         self._options = options
@@ -155,7 +156,7 @@ class _Exchange:
             ready = self._read(number + 1, memory)
             for work in works:
                 work.wait()
-            self._attempt(partial(self._unpack, pieces, buffers))
+            self._kept.attempt(partial(self._unpack, pieces, buffers))
 
     def _read(self, number: int, memory: _Memory) -> torch.Tensor | None:
         """Read this rank's piece of a round, if it has one."""
@@ -164,15 +165,12 @@ class _Exchange:
         piece = self._rounds[number][self._me]
         # Two buffers take turns: the other one is being sent.
         buffer = self._buffer(piece, memory.slots[self._me if number % 2 else len(self._ranks)])
-        self._attempt(partial(self._fill, piece, buffer, memory.slab))
+        self._kept.attempt(partial(self._fill, piece, buffer, memory.slab))
         return buffer
 
     def _fill(self, piece: Piece, buffer: torch.Tensor, slab: torch.Tensor | None) -> None:
         memory = buffer if slab is None else slab[: piece.nbytes]
-        wanted = []
-        for target, part, elements in piece.elements(memory):
-            wanted += fills(target.index, target.tensor.shape, part.begin, elements, target.offsets)
-        self.counts.add(self._index.read_regions(wanted, **self._options.engine()))
+        self.counts.add(self._index.read_regions(piece.reads(memory), **self._options.engine()))
         if slab is not None:
             buffer.copy_(memory)  # it waits for the copy, so the slab is free again
 
@@ -201,13 +199,26 @@ class _Exchange:
         for piece, buffer in zip(pieces, buffers, strict=True):
             piece.unpack(buffer)
 
-    def _attempt(self, work: Callable[[], None]) -> None:
-        """Do some work, unless this rank has failed. Keep an error until no rank waits."""
-        if not self._errors:
+
+class KeptError:
+    """The first error of this rank, which is kept until no rank waits for this one."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """Do some work, unless an error is kept. Keep an error of it."""
+        if self._error is None:
             try:
-                work()
+                return work()
             except BaseException as error:  # noqa: BLE001  # raised at the end
-                self._errors.append(error)
+                self._error = error
+        return None
+
+    def raise_it(self) -> None:
+        """Raise the error, if there is one."""
+        if self._error is not None:
+            raise self._error
 
 
 class _Memory:
@@ -250,6 +261,13 @@ class Piece:
                 part,
                 buffer[part.at : part.at + part.count * target.dtype.itemsize].view(target.dtype),
             )
+
+    def reads(self, buffer: torch.Tensor) -> list[_core.Fill]:
+        """Return the reads of the piece into memory that holds it."""
+        reads: list[_core.Fill] = []
+        for target, part, elements in self.elements(buffer):
+            reads += fills(target.index, target.tensor.shape, part.begin, elements, target.offsets)
+        return reads
 
     def memory(self) -> torch.Tensor | None:
         """Return the bytes of the piece in its tensor, if they are contiguous and plain."""

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from dcp_rs import _core
 from dcp_rs._progress import Counts
 from dcp_rs.checkpoint.locate import Routes
-from dcp_rs.engine.broadcast_read import Piece, pieces
+from dcp_rs.engine.broadcast_read import KeptError, Piece, pieces
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.options import ReadOptions
-from dcp_rs.transfer.target import Target, fills
+from dcp_rs.transfer.target import Target
 
 T = TypeVar("T")
 #: A part of a chunk: the chunk, offsets, sizes and the dtype.
@@ -60,7 +60,7 @@ class PeerReads:
         }
         room = _BUFFER_BYTES // (_ON_THE_WAY * max(1, routes.most))
         self._nbytes = max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, room))
-        self._errors: list[BaseException] = []
+        self._kept = KeptError()
         self.counts = Counts()
 
     def source_of(self, chunk: int) -> int | None:
@@ -84,9 +84,9 @@ class PeerReads:
 
         with self._ranks.talking():
             requests = self._messages(asked, self._askers)
-            answers = {to: self._attempt(partial(answer, of)) for to, of in requests.items()}
+            answers = {to: self._kept.attempt(partial(answer, of)) for to, of in requests.items()}
             got = self._messages(answers, self._sources)
-        self._raise()
+        self._kept.raise_it()
         found = {chunk: data for each in got.values() for chunk, data in (each or {}).items()}
         self.counts.wanted += sum(map(len, found.values()))
         return found
@@ -108,7 +108,7 @@ class PeerReads:
         with self._ranks.talking():
             requests = self._messages(rows, self._askers)
             self._exchange(requests, asked)
-        self._raise()
+        self._kept.raise_it()
         self.counts.wanted += sum(t.nbytes for own in asked.values() for t in own)
 
     def _exchange(
@@ -125,10 +125,10 @@ class PeerReads:
                 memory = piece.memory()
                 buffer = _memory(piece.nbytes) if memory is None else memory
                 ends.append(self._begin(dist.irecv, buffer, source, _DATA))
-                ends.append(partial(self._attempt, partial(piece.unpack, buffer)))
+                ends.append(partial(self._kept.attempt, partial(piece.unpack, buffer)))
             for to, piece in _next_of(sending):
                 buffer = buffers[to][number % _ON_THE_WAY][: piece.nbytes]
-                self._attempt(partial(self._read, piece, buffer))
+                self._kept.attempt(partial(self._read, piece, buffer))
                 ends.append(self._begin(dist.isend, buffer, to, _DATA))
             rounds.append(ends)
             if not ends or len(rounds) == _ON_THE_WAY:
@@ -138,10 +138,7 @@ class PeerReads:
                 return
 
     def _read(self, piece: Piece, buffer: torch.Tensor) -> None:
-        wanted = []
-        for target, part, elements in piece.elements(buffer):
-            wanted += fills(target.index, target.tensor.shape, part.begin, elements, target.offsets)
-        self.counts.add(self._index.read_chunks(wanted, **self._options.engine()))
+        self.counts.add(self._index.read_chunks(piece.reads(buffer), **self._options.engine()))
 
     def _messages(self, to: Mapping[int, T], of: Iterable[int]) -> dict[int, T]:
         """Send an object to each of some ranks. Return those that come from others."""
@@ -171,19 +168,6 @@ class PeerReads:
 
     def _file_of(self, chunk: int) -> int:
         return self._index.files_of([chunk])[0]
-
-    def _attempt(self, work: Callable[[], T]) -> T | None:
-        """Do some work, unless this rank has failed. Keep an error until no rank waits."""
-        if not self._errors:
-            try:
-                return work()
-            except BaseException as error:  # noqa: BLE001  # raised at the end
-                self._errors.append(error)
-        return None
-
-    def _raise(self) -> None:
-        if self._errors:
-            raise self._errors[0]
 
 
 def _memory(nbytes: int) -> torch.Tensor:
