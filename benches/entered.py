@@ -1,7 +1,8 @@
 """How much of the package one call enters: modules, functions and depth of a load, and of a save, of four entries.
 
-`python benches/entered.py` prints a line for each. It counts Python functions of `dcp_rs` alone,
-and calls of a second load or save, when everything is imported and cached.
+`python benches/entered.py` prints a line for each, and with `--list` the functions, indented by
+their depth, in the order of their first calls. It counts Python functions of `dcp_rs` alone, and
+calls of a second load or save, when everything is imported and cached.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import dcp_rs
 PACKAGE = str(Path(dcp_rs.__file__).parent)
 
 
-def entered(call: Callable[[], Any]) -> tuple[int, int, int]:
-    """Return the modules and functions of the package that a call enters, and how deep its calls of them nest."""
-    seen: set[CodeType] = set()
+def entered(call: Callable[[], Any]) -> tuple[dict[CodeType, int], int]:
+    """Return the functions of the package that a call enters, with the depth of their first calls, and the greatest depth."""
+    seen: dict[CodeType, int] = {}
     depth = deepest = 0
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
@@ -34,9 +35,9 @@ def entered(call: Callable[[], Any]) -> tuple[int, int, int]:
         ):
             return
         if event == "call":
-            seen.add(code)
             depth += 1
             deepest = max(deepest, depth)
+            seen.setdefault(code, depth)
         elif event == "return":
             depth -= 1
 
@@ -45,7 +46,7 @@ def entered(call: Callable[[], Any]) -> tuple[int, int, int]:
         call()
     finally:
         sys.setprofile(None)
-    return len({code.co_filename for code in seen}), len(seen), deepest
+    return seen, deepest
 
 
 def main() -> None:
@@ -63,8 +64,12 @@ def main() -> None:
         }
         for name, call in calls.items():
             call()
-            modules, functions, depth = entered(call)
-            print(f"{name}: {modules} modules, {functions} functions, {depth} deep")
+            functions, deepest = entered(call)
+            modules = {code.co_filename for code in functions}
+            print(f"{name}: {len(modules)} modules, {len(functions)} functions, {deepest} deep")
+            for code, depth in functions.items() if "--list" in sys.argv else ():
+                module = Path(code.co_filename).relative_to(PACKAGE)
+                print("  " * depth + f"{code.co_qualname} ({module})")
 
 
 if __name__ == "__main__":
