@@ -80,7 +80,7 @@ pub(crate) fn map<T: Send + Sync>(
     workers: usize,
     make: impl Fn(usize) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    let workers = if workers == 0 { available() } else { workers };
+    let workers = threads(workers);
     let made: Vec<OnceLock<T>> = std::iter::repeat_with(OnceLock::new).take(count).collect();
     for_each(count, workers, |i| {
         let value = make(i)?;
@@ -143,6 +143,11 @@ pub(crate) fn both<A: Send, B>(
         };
         (first, second)
     })
+}
+
+/// Returns this number of threads. 0 stands for as many as cores.
+pub(crate) fn threads(wanted: usize) -> usize {
+    if wanted == 0 { available() } else { wanted }
 }
 
 /// Returns the number of cores that this process may use, by its affinity and by its cgroup's quota

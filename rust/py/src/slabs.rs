@@ -73,11 +73,11 @@ impl SlabReader {
     ) -> PyResult<Self> {
         let options = ReadOptions { max_inflight_bytes: slab_bytes, ..read_options(options)? };
         let found = batch.checked_regions(&regions)?;
-        let inner = Arc::clone(&batch.index().inner);
+        let index = &batch.index().inner;
         let allow_external = batch.index().allow_external;
         let plan = py
             .detach(|| {
-                Plan::new(inner, allow_external, found, slab_bytes, sort, &options, batch.common())
+                Plan::new(index, allow_external, found, slab_bytes, sort, &options, batch.common())
             })
             .into_py(py)?;
         Ok(Self { plan: Arc::new(plan), running: OnceLock::new() })

@@ -4,6 +4,7 @@
 #![allow(unsafe_code)] // destinations are addresses that the caller guarantees
 
 mod arrange;
+mod groups;
 mod sample;
 
 use std::borrow::Cow;
@@ -13,6 +14,7 @@ use smallvec::{SmallVec, smallvec};
 
 use self::arrange::DeviceDestination;
 pub use self::arrange::{DeviceTensor, Passes, SlabRegion};
+pub(crate) use self::groups::ReadGroups;
 pub use self::sample::{Sample, SharedSections, compare};
 use super::data_files::{check_each, explain, file_ref, passing_over};
 use crate::copy::SignBits;
@@ -345,13 +347,8 @@ impl Gather {
         passing_over(&self.index, || check_each(&self.index, &*self.files_now()?, control))
     }
 
-    /// Returns the files, and the requests in the order in which they were added.
-    pub(crate) fn into_parts(self) -> (Vec<FileRef>, Vec<ReadReq>) {
-        (self.files, self.requests)
-    }
-
     /// Returns these options with the files that other ranks read too.
-    pub(crate) fn options<'a>(&self, options: &'a ReadOptions) -> Cow<'a, ReadOptions> {
+    fn options<'a>(&self, options: &'a ReadOptions) -> Cow<'a, ReadOptions> {
         match &self.common {
             None => Cow::Borrowed(options),
             Some(files) => Cow::Owned(ReadOptions {

@@ -3,17 +3,13 @@
 
 #![allow(unsafe_code)] // destinations are addresses that the caller guarantees
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use super::explain;
-use super::gather::{Gather, Memory, Source};
+use super::gather::{Gather, Memory, ReadGroups, Source};
 use crate::copy::{Accumulate, round_to_bfloat16};
 use crate::format::Index;
 use crate::geometry::{Region, row_major};
-use crate::read::{
-    Destination, FileProbe, FileRef, Operation, ReadOptions, ReadReq, Sequential, Verify, connect,
-};
+use crate::read::{Destination, Operation, ReadOptions, Sequential};
 use crate::slabs::split;
 use crate::{Control, Error, Result, parallel};
 
@@ -66,18 +62,6 @@ struct SumRegion {
     elements: u64,
 }
 
-/// Reads of one summand.
-struct Input<'a> {
-    index: &'a Index,
-    files: Vec<FileRef>,
-    /// Destinations are offsets in the sums of a unit.
-    requests: Vec<ReadReq>,
-    /// The requests of each unit.
-    ranges: Vec<Range<usize>>,
-    probe: FileProbe,
-    verify: Verify,
-}
-
 /// Sums in float32, or in float64 (`is_double`), and rounds once.
 ///
 /// The first summand starts the sum, `weight * element`. The others are added in order:
@@ -107,15 +91,11 @@ pub unsafe fn sum(
     let inputs = (0..summands.len())
         .map(|number| input(number, summands, sums, &units, is_double, options, control))
         .collect::<Result<Vec<_>>>()?;
-    let threads = match options.threads {
-        0 => parallel::available(),
-        n => n,
-    };
-    let wanted = inputs.iter().map(|input| input.probe.workers(threads)).max();
+    let wanted = inputs.iter().map(ReadGroups::workers).max();
     let of_one = (if is_double { 4 << 20 } else { 2 << 20 }) + summands.len() * BUFFER;
+    let threads = parallel::threads(options.threads);
     let workers = wanted.unwrap_or(1).min(threads.max(WAITING / of_one));
-    let connections =
-        inputs.iter().map(|input| connect(&input.files, threads)).collect::<Result<Vec<_>>>()?;
+    let connections = inputs.iter().map(ReadGroups::connect).collect::<Result<Vec<_>>>()?;
     let worker = || Worker {
         readers: connections.iter().cloned().map(Sequential::new).collect(),
         memory: Vec::new(),
@@ -141,7 +121,7 @@ impl Worker {
         &mut self,
         unit: &Unit,
         number: usize,
-        inputs: &[Input<'_>],
+        inputs: &[ReadGroups],
         is_double: bool,
         control: &Control,
     ) -> Result<()> {
@@ -154,26 +134,9 @@ impl Worker {
         self.memory[..words].fill(nothing(is_double));
         let base = self.memory.as_mut_ptr().cast::<u8>();
         for (input, reader) in inputs.iter().zip(&mut self.readers) {
-            let of_unit = &input.requests[input.ranges[number].clone()];
-            let requests: Vec<ReadReq> = (of_unit.iter())
-                .map(|request| ReadReq {
-                    dst: Destination(base.wrapping_add(request.dst.0.addr())),
-                    ..request.clone()
-                })
-                .collect();
             // SAFETY: the parts of a unit are disjoint and inside its memory, which only this
             // thread uses.
-            let read = unsafe {
-                reader.read(
-                    &input.files,
-                    &requests,
-                    &input.probe,
-                    input.verify,
-                    input.index,
-                    control,
-                )
-            };
-            read.map_err(|error| explain(input.index, error, control))?;
+            unsafe { input.read(number, base, reader, control)? };
         }
         Ok(())
     }
@@ -241,15 +204,16 @@ fn units(sums: &[Sum]) -> Vec<Unit> {
     units
 }
 
-fn input<'a>(
+/// Returns the reads of one summand: for each unit, to the memory of its sums.
+fn input(
     number: usize,
-    summands: &'a [Summand],
+    summands: &[Summand],
     sums: &[Sum],
     units: &[Unit],
     is_double: bool,
     options: &ReadOptions,
     control: &Control,
-) -> Result<Input<'a>> {
+) -> Result<ReadGroups> {
     let summand = &summands[number];
     let mut gather = Gather::new(Arc::clone(&summand.index), summand.allow_external);
     let mut ranges = Vec::with_capacity(units.len());
@@ -260,11 +224,7 @@ fn input<'a>(
         }
         ranges.push(first..gather.len());
     }
-    let index = &summand.index;
-    let (files, requests) = gather.into_parts();
-    let probe = FileProbe::new(&files, &requests, options, &**index);
-    let probe = probe.map_err(|error| explain(index, error, control))?;
-    Ok(Input { index, files, requests, ranges, probe, verify: options.verify })
+    gather.into_groups(ranges, options, control)
 }
 
 /// Adds the elements of a tensor to the reads, for a part of a sum.

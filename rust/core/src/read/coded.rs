@@ -127,10 +127,7 @@ pub unsafe fn read(
             windows.push((number, Dims::from_slice(offsets), Dims::from_slice(sizes)));
         });
     }
-    let threads = match options.threads {
-        0 => parallel::available(),
-        n => n,
-    };
+    let threads = parallel::threads(options.threads);
     // Each window needs about its own size again, for its codes and for the buffer of a read.
     let window = reqs.iter().map(|req| probe.window(req)).max().unwrap_or(WINDOW);
     let most = usize::try_from(options.max_inflight_bytes / (2 * window)).unwrap_or(usize::MAX);

@@ -1,31 +1,22 @@
 //! Plan of a load through slabs: regions of an index become batches, and requests that fill them.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use super::pack::{ALIGN, ItemPart, SlabBatch, SlabItem, pack};
-use crate::checkpoint::explain;
-use crate::checkpoint::gather::{Gather, Memory, SharedSections, SlabRegion, Source};
+use crate::checkpoint::gather::{Gather, Memory, ReadGroups, SharedSections, SlabRegion, Source};
 use crate::copy::Signs;
 use crate::format::{Index, Kind};
 use crate::geometry::{Dims, Region, is_run, row_major};
-use crate::read::{Destination, FileProbe, FileRef, ReadOptions, ReadReq, Verify};
+use crate::read::{Destination, ReadOptions, Verify};
 use crate::{Control, Error, Result};
 
 /// All batches of a load, and the requests that fill them.
 pub struct Plan {
-    pub(super) index: Arc<Index>,
     regions: Vec<SlabRegion>,
-    pub(super) files: Vec<FileRef>,
-    /// One request for every piece of every batch. Destinations are offsets in the slab.
-    pub(super) requests: Vec<ReadReq>,
     pub(super) batches: Vec<SlabBatch>,
-    /// The requests of each batch.
-    pub(super) ranges: Vec<Range<usize>>,
-    pub(super) probe: FileProbe,
-    pub(super) verify: Verify,
+    /// The requests of each batch, one for every piece. Destinations are offsets in the slab.
+    pub(super) reads: ReadGroups,
     slab_bytes: u64,
-    pub(super) threads: usize,
 }
 
 impl Plan {
@@ -37,7 +28,7 @@ impl Plan {
     /// [`Error::Plan`] for a rectangle outside of its chunk; those of [`read`](crate::read::read)
     /// for files.
     pub fn new(
-        index: Arc<Index>,
+        index: &Arc<Index>,
         allow_external: bool,
         regions: Vec<SlabRegion>,
         slab_bytes: u64,
@@ -48,14 +39,13 @@ impl Plan {
         if slab_bytes == 0 || !slab_bytes.is_multiple_of(ALIGN) {
             return Err(Error::Plan(format!("slabs of {slab_bytes} bytes")));
         }
-        let items =
-            regions.iter().map(|region| item(&index, region)).collect::<Result<Vec<_>>>()?;
+        let items = regions.iter().map(|region| item(index, region)).collect::<Result<Vec<_>>>()?;
         let batches = if sort {
             pack_sorted(&items, slab_bytes, options.verify != Verify::Nothing)
         } else {
             pack(&items, slab_bytes, options.verify != Verify::Nothing)
         };
-        let mut gather = Gather::new(Arc::clone(&index), allow_external);
+        let mut gather = Gather::new(Arc::clone(index), allow_external);
         let mut ranges = Vec::with_capacity(batches.len());
         let mut count = 0;
         for batch in &batches {
@@ -94,26 +84,8 @@ impl Plan {
         if let Some(common) = common {
             gather.divide(common);
         }
-        let options = gather.options(options).into_owned();
-        let (files, requests) = gather.into_parts();
-        let probe = FileProbe::new(&files, &requests, &options, &*index)
-            .map_err(|error| explain(&index, error, &Control::new()))?;
-        let threads = match options.threads {
-            0 => crate::parallel::available(),
-            n => n,
-        };
-        Ok(Self {
-            index,
-            regions,
-            files,
-            requests,
-            batches,
-            ranges,
-            probe,
-            verify: options.verify,
-            slab_bytes,
-            threads,
-        })
+        let reads = gather.into_groups(ranges, options, &Control::new())?;
+        Ok(Self { regions, batches, reads, slab_bytes })
     }
 
     /// Returns the batches, in the order in which they are handed out.
@@ -155,7 +127,7 @@ impl Plan {
     /// Returns the best number of slabs to fill at a time.
     #[must_use]
     pub fn workers(&self) -> usize {
-        self.probe.workers(self.threads).min(self.batches.len())
+        self.reads.workers().min(self.batches.len())
     }
 }
 

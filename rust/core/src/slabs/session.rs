@@ -9,8 +9,7 @@ use std::time::Duration;
 
 use super::pack::ALIGN;
 use super::plan::Plan;
-use crate::checkpoint::explain;
-use crate::read::{Destination, ReadReq, ReadStats, Sequential, bytes_of, connect};
+use crate::read::{Destination, ReadStats, Sequential};
 use crate::{Control, Error, Result, parallel};
 
 /// Memory for one batch: [`Plan::slab_bytes`] at an address that is a multiple of [`ALIGN`].
@@ -93,7 +92,7 @@ impl Session {
         }
         let workers = parallel::affordable(workers.clamp(1, slabs.len()).min(plan.batches.len()));
         // The threads own the connection, which closes with the last of them.
-        let connection = connect(&plan.files, plan.threads)?;
+        let connection = plan.reads.connect()?;
         let state = State { free: (0..slabs.len()).rev().collect(), ..State::default() };
         let session = Self {
             shared: Arc::new(Shared {
@@ -119,7 +118,7 @@ impl Session {
                 Err(error) => {
                     return Err(Error::io(
                         "start a thread for",
-                        session.shared.plan.index.path(),
+                        session.shared.plan.reads.index().path(),
                         error,
                     ));
                 }
@@ -224,11 +223,12 @@ impl Drop for Session {
 }
 
 fn work(shared: &Shared, mut reader: Sequential) {
-    let mut requests = Vec::new();
     while let Some((batch, slab)) = take(shared) {
-        let filled = catch_unwind(AssertUnwindSafe(|| {
-            fill(shared, batch, slab, &mut reader, &mut requests)
-                .map_err(|error| explain(&shared.plan.index, error, &shared.control))
+        let slab_at = shared.slabs[slab].0.0;
+        // SAFETY: the pieces of a batch are disjoint and inside its slab. Only this thread uses the
+        // slab until it is handed out. The caller of `start` guarantees its memory.
+        let filled = catch_unwind(AssertUnwindSafe(|| unsafe {
+            shared.plan.reads.read(batch, slab_at, &mut reader, &shared.control)
         }))
         .unwrap_or_else(|panic| {
             let said = panic.downcast_ref::<String>().map(String::as_str);
@@ -275,37 +275,4 @@ fn take(shared: &Shared) -> Option<(usize, usize)> {
         }
         state = shared.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
     }
-}
-
-fn fill(
-    shared: &Shared,
-    batch: usize,
-    slab: usize,
-    reader: &mut Sequential,
-    requests: &mut Vec<ReadReq>,
-) -> Result<()> {
-    let plan = &*shared.plan;
-    let base = shared.slabs[slab].0.0;
-    let wanted = &plan.requests[plan.ranges[batch].clone()];
-    requests.clear();
-    requests.extend(wanted.iter().map(|request| ReadReq {
-        dst: Destination(base.wrapping_add(request.dst.0.addr())),
-        ..request.clone()
-    }));
-    // SAFETY: the pieces of a batch are disjoint and inside its slab. Only this thread uses the
-    // slab until it is handed out. The caller of `start` guarantees its memory.
-    unsafe {
-        reader.read(
-            &plan.files,
-            requests,
-            &plan.probe,
-            plan.verify,
-            &*plan.index,
-            &shared.control,
-        )?;
-    }
-    for request in &*requests {
-        plan.files[request.file as usize].count(bytes_of(request));
-    }
-    Ok(())
 }
