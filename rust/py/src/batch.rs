@@ -57,14 +57,7 @@ impl Batch {
 
     /// Returns the source of a target's region, and the tensor that it belongs to.
     fn source(&self, target: &Target<'_>) -> PyResult<(Source, u32)> {
-        let index = self.index.get();
-        if target.of_chunk {
-            index.check_chunk(target.index)?;
-            return Ok((Source::Chunk(target.index), index.inner.chunk(target.index).tensor));
-        }
-        let tensor = u32::try_from(target.index).unwrap_or(u32::MAX);
-        index.check_tensor(tensor)?;
-        Ok((Source::Tensor(tensor), tensor))
+        self.index.get().source_of(target.index, target.of_chunk)
     }
 
     pub fn checked_regions(&self, numbers: &[usize]) -> PyResult<Vec<SlabRegion>> {

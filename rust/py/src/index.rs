@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dcp_rs_core::checkpoint;
+use dcp_rs_core::checkpoint::gather::Source;
 use dcp_rs_core::foreign::torch_file::ValueReader;
 use dcp_rs_core::format;
 use dcp_rs_core::geometry::{Dims, Region};
@@ -514,6 +515,18 @@ impl Index {
 
     pub fn check_chunk(&self, chunk: u64) -> PyResult<()> {
         self.check(chunk < self.inner.chunk_count(), || format!("chunk {chunk}"))
+    }
+
+    /// Returns the source of a region, a tensor or one chunk of it by number, and the tensor.
+    pub fn source_of(&self, number: u64, of_chunk: bool) -> PyResult<(Source, u32)> {
+        if of_chunk {
+            self.check_chunk(number)?;
+            return Ok((Source::Chunk(number), self.inner.chunk(number).tensor));
+        }
+        // No tensor has a number beyond 32 bits.
+        let tensor = u32::try_from(number).unwrap_or(u32::MAX);
+        self.check_tensor(tensor)?;
+        Ok((Source::Tensor(tensor), tensor))
     }
 
     fn check(&self, is_there: bool, what: impl FnOnce() -> String) -> PyResult<()> {

@@ -34,45 +34,30 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::batch::Batch;
-    #[pymodule_export]
-    use crate::clean::{FolderLock, clean, leftovers};
-    #[pymodule_export]
-    use crate::commit::{commit_indexes, create_folder, discard, next_generation, publish};
-    #[pymodule_export]
-    #[pymodule_export]
-    use crate::index::{FileMapping, Index};
-    #[pymodule_export]
-    use crate::panics::panic;
-    #[pymodule_export]
-    use crate::place::{Fingerprint, fingerprint, put_in_place, replace_index};
-    #[pymodule_export]
-    use crate::remote::Store;
-    #[pymodule_export]
-    use crate::reuse::Reuse;
-    #[pymodule_export]
-    use crate::rows::{
-        ChunkEntry, Damage, FileEntry, Fill, Leftover, Overlap, Part, PlacedValue, ReadStats,
-        TensorEntry,
+    use crate::{
+        batch::Batch,
+        clean::{FolderLock, clean, leftovers},
+        commit::{commit_indexes, create_folder, discard, next_generation, publish},
+        index::{FileMapping, Index},
+        panics::panic,
+        place::{Fingerprint, fingerprint, put_in_place, replace_index},
+        remote::Store,
+        reuse::Reuse,
+        rows::{
+            ChunkEntry, Damage, FileEntry, Fill, Leftover, Overlap, Part, PlacedValue, ReadStats,
+            TensorEntry,
+        },
+        sample::{Sample, SharedSections, compare_samples},
+        save_item::SaveItem,
+        save_plan::{SavePlan, assign_saves},
+        slabs::{Copy, SlabReader},
+        sum::sum_regions,
+        template::Template,
+        verify::{
+            available_cores, block_digest, check_no_rank_indexes, has_native_data, recover, refusal,
+        },
+        write::Save,
     };
-    #[pymodule_export]
-    use crate::sample::{Sample, SharedSections, compare_samples};
-    #[pymodule_export]
-    use crate::save_item::SaveItem;
-    #[pymodule_export]
-    use crate::save_plan::{SavePlan, assign_saves};
-    #[pymodule_export]
-    use crate::slabs::{Copy, SlabReader};
-    #[pymodule_export]
-    use crate::sum::sum_regions;
-    #[pymodule_export]
-    use crate::template::Template;
-    #[pymodule_export]
-    use crate::verify::{
-        available_cores, block_digest, check_no_rank_indexes, has_native_data, recover, refusal,
-    };
-    #[pymodule_export]
-    use crate::write::Save;
 
     #[pymodule_init]
     #[expect(clippy::unnecessary_wraps, reason = "what PyO3 calls")]

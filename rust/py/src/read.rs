@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use dcp_rs_core::checkpoint;
-use dcp_rs_core::checkpoint::gather::{Gather, Memory, Passes, Source};
+use dcp_rs_core::checkpoint::gather::{Gather, Memory, Passes};
 use dcp_rs_core::checkpoint::verify::verify_chunks;
 use dcp_rs_core::format::{self, Kind, SourceKind};
 use dcp_rs_core::geometry::{Dims, Region};
@@ -134,10 +134,7 @@ impl Index {
         fills: Vec<Bound<'_, Fill>>,
         options: Option<Options>,
     ) -> PyResult<rows::ReadStats> {
-        self.fill(py, fills, options, |source| {
-            self.check_chunk(source)?;
-            Ok((Source::Chunk(source), self.inner.chunk(source).tensor))
-        })
+        self.fill(py, fills, options, true)
     }
 
     /// Fills memory with regions of tensors, from all chunks that hold parts of them.
@@ -150,12 +147,7 @@ impl Index {
         fills: Vec<Bound<'_, Fill>>,
         options: Option<Options>,
     ) -> PyResult<rows::ReadStats> {
-        self.fill(py, fills, options, |source| {
-            // No tensor has a number beyond 32 bits.
-            let tensor = u32::try_from(source).unwrap_or(u32::MAX);
-            self.check_tensor(tensor)?;
-            Ok((Source::Tensor(tensor), tensor))
-        })
+        self.fill(py, fills, options, false)
     }
 
     /// Returns the bytes of whole chunks, as they are stored. A value in a file of `torch.save` is
@@ -282,18 +274,18 @@ impl Index {
 }
 
 impl Index {
-    /// Fills memory from the sources that `source` returns: a chunk or a tensor, and the tensor.
+    /// Fills memory from tensors, or from single chunks.
     fn fill(
         &self,
         py: Python<'_>,
         fills: Vec<Bound<'_, Fill>>,
         options: Option<Options>,
-        source: impl Fn(u64) -> PyResult<(Source, u32)>,
+        of_chunk: bool,
     ) -> PyResult<rows::ReadStats> {
         let options = read_options(options)?;
         let mut gather = Gather::new(Arc::clone(&self.inner), self.allow_external);
         for fill in fills.iter().map(Bound::get) {
-            let (source, tensor) = source(fill.source)?;
+            let (source, tensor) = self.source_of(fill.source, of_chunk)?;
             let to = memory(self, tensor, fill.address, &fill.sizes.0, &fill.strides.0)?;
             let region = Region::new(&fill.offsets.0, &fill.sizes.0);
             gather.add(source, &region, &to).into_py(py)?;

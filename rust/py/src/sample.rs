@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_rs_core::checkpoint::gather::{self, Source};
+use dcp_rs_core::checkpoint::gather;
 use dcp_rs_core::geometry::Region;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -51,15 +51,7 @@ impl Sample {
         let index = self.index.get();
         for (source, of_chunk, offsets, sizes) in regions {
             let region = Region { offsets: offsets.0, sizes: sizes.0 };
-            let source = if of_chunk {
-                index.check_chunk(source)?;
-                Source::Chunk(source)
-            } else {
-                let tensor = u32::try_from(source).unwrap_or(u32::MAX);
-                index.check_tensor(tensor)?;
-                Source::Tensor(tensor)
-            };
-            self.inner.add(source, &region);
+            self.inner.add(index.source_of(source, of_chunk)?.0, &region);
         }
         Ok(())
     }
