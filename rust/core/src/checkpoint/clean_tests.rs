@@ -47,13 +47,7 @@ fn cleaned(path: &Path) -> Cleaned {
 }
 
 fn names(leftovers: &[Leftover]) -> Vec<&str> {
-    let name =
-        |leftover: &'_ Leftover| leftover.path.file_name().unwrap().to_str().unwrap().to_owned();
-    leftovers
-        .iter()
-        .map(|l| (l, name(l)))
-        .map(|(l, _)| l.path.file_name().unwrap().to_str().unwrap())
-        .collect()
+    leftovers.iter().map(|l| l.path.file_name().unwrap().to_str().unwrap()).collect()
 }
 
 #[test]

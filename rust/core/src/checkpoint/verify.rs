@@ -15,7 +15,7 @@ use crate::store::{FileRef, Files, Opened, Storage};
 use crate::{Control, Error, Result, parallel};
 
 /// A difference between the data and the index.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Problem {
     /// The data file.
     pub path: PathBuf,
@@ -126,11 +126,9 @@ fn hole(index: &Index, tensor: u32) -> Option<Problem> {
     Some(Problem {
         path: index.path().to_owned(),
         tensor: index.name(tensor).to_owned(),
-        whole_file: false,
-        block: 0,
-        offset: 0,
         expected: format!("all elements of shape {:?}", entry.shape),
         got: format!("no chunk with the elements {sizes:?} at {offsets:?}"),
+        ..Problem::default()
     })
 }
 
@@ -266,12 +264,11 @@ fn verify_records(
                 Err(Error::CorruptData { offset, reason, .. }) => {
                     verified.problems.push(Problem {
                         path: file_ref.path.clone(),
-                        tensor: String::new(),
                         whole_file: true,
-                        block: 0,
                         offset: offset.unwrap_or(0),
                         expected: "a file that opens".into(),
                         got: reason,
+                        ..Problem::default()
                     });
                     continue;
                 }
@@ -309,14 +306,13 @@ fn verify_records(
                 let problem = |tensor: &str| Problem {
                     path: file_ref.path.clone(),
                     tensor: tensor.to_owned(),
-                    whole_file: false,
-                    block: 0,
                     offset: record.at,
                     expected: format!(
                         "a record of {} bytes with CRC-32 {expected:08x}",
                         record.size
                     ),
                     got: format!("{got:08x}"),
+                    ..Problem::default()
                 };
                 // Reports every tensor and every value in the record: the checksum does not show
                 // which of them is damaged.
@@ -358,7 +354,7 @@ fn file_problem(there: Files<'_>, path: PathBuf, file_ref: &FileRef, reason: Str
         Ok(_) => (file, reason),
         Err(_) => (file, file_ref.with_mend("none")),
     };
-    Problem { path, tensor: String::new(), whole_file: true, block: 0, offset: 0, expected, got }
+    Problem { path, whole_file: true, expected, got, ..Problem::default() }
 }
 
 /// Compares the header of a data file with its digest.
@@ -377,12 +373,9 @@ fn check_head(
     let got = block_digest(&head);
     Ok((got != expected).then(|| Problem {
         path: file_ref.path.clone(),
-        tensor: String::new(),
-        whole_file: false,
-        block: 0,
-        offset: 0,
         expected: format!("a header of digest {expected:016x}"),
         got: format!("{got:016x}"),
+        ..Problem::default()
     }))
 }
 

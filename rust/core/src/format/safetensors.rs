@@ -75,84 +75,37 @@ fn refuse<T>(offset: u64, reason: impl Into<String>) -> Result<T, HeaderError> {
     Err(HeaderError { offset, reason: reason.into() })
 }
 
-/// A dtype, as headers name it.
-#[allow(non_camel_case_types, missing_docs)] // the names of the format
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-pub enum HeaderDtype {
-    BOOL,
-    F4,
-    F6_E2M3,
-    F6_E3M2,
-    U8,
-    I8,
-    F8_E5M2,
-    F8_E4M3,
-    F8_E8M0,
-    F8_E4M3FNUZ,
-    F8_E5M2FNUZ,
-    I16,
-    U16,
-    F16,
-    BF16,
-    I32,
-    U32,
-    F32,
-    C64,
-    F64,
-    I64,
-    U64,
+/// Defines the dtypes by their names in headers, and the bits of an element.
+macro_rules! header_dtypes {
+    ($($name:ident: $bits:literal),* $(,)?) => {
+        /// A dtype, as headers name it.
+        #[allow(non_camel_case_types, missing_docs)] // the names of the format
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+        pub enum HeaderDtype { $($name),* }
+
+        impl HeaderDtype {
+            /// Returns the header's spelling of the dtype.
+            #[must_use]
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$name => stringify!($name)),* }
+            }
+
+            /// Returns the number of bits of an element.
+            #[must_use]
+            pub const fn bits(self) -> u64 {
+                match self { $(Self::$name => $bits),* }
+            }
+        }
+    };
+}
+
+header_dtypes! {
+    BOOL: 8, U8: 8, I8: 8, I16: 16, U16: 16, I32: 32, U32: 32, I64: 64, U64: 64,
+    F16: 16, BF16: 16, F32: 32, F64: 64, C64: 64, F4: 4, F6_E2M3: 6, F6_E3M2: 6,
+    F8_E5M2: 8, F8_E4M3: 8, F8_E8M0: 8, F8_E4M3FNUZ: 8, F8_E5M2FNUZ: 8,
 }
 
 impl HeaderDtype {
-    /// Returns the header's spelling of the dtype.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::BOOL => "BOOL",
-            Self::F4 => "F4",
-            Self::F6_E2M3 => "F6_E2M3",
-            Self::F6_E3M2 => "F6_E3M2",
-            Self::U8 => "U8",
-            Self::I8 => "I8",
-            Self::F8_E5M2 => "F8_E5M2",
-            Self::F8_E4M3 => "F8_E4M3",
-            Self::F8_E8M0 => "F8_E8M0",
-            Self::F8_E4M3FNUZ => "F8_E4M3FNUZ",
-            Self::F8_E5M2FNUZ => "F8_E5M2FNUZ",
-            Self::I16 => "I16",
-            Self::U16 => "U16",
-            Self::F16 => "F16",
-            Self::BF16 => "BF16",
-            Self::I32 => "I32",
-            Self::U32 => "U32",
-            Self::F32 => "F32",
-            Self::C64 => "C64",
-            Self::F64 => "F64",
-            Self::I64 => "I64",
-            Self::U64 => "U64",
-        }
-    }
-
-    /// Returns the number of bits of an element.
-    #[must_use]
-    pub const fn bits(self) -> u64 {
-        match self {
-            Self::F4 => 4,
-            Self::F6_E2M3 | Self::F6_E3M2 => 6,
-            Self::BOOL
-            | Self::U8
-            | Self::I8
-            | Self::F8_E5M2
-            | Self::F8_E4M3
-            | Self::F8_E8M0
-            | Self::F8_E4M3FNUZ
-            | Self::F8_E5M2FNUZ => 8,
-            Self::I16 | Self::U16 | Self::F16 | Self::BF16 => 16,
-            Self::I32 | Self::U32 | Self::F32 => 32,
-            Self::C64 | Self::F64 | Self::I64 | Self::U64 => 64,
-        }
-    }
-
     /// Returns torch's dtype, and the sizes in its elements; `None` if torch has no such type.
     ///
     /// `F4` counts single values and torch counts pairs, so the last size is halved.
