@@ -7,7 +7,7 @@ use super::plan::*;
 use super::policy::{MAX_GAP, Policy};
 use super::{Catalog, Destination, FileRef, Operation, ReadReq};
 use crate::Dtype;
-use crate::copy::{Accumulate, SignBits};
+use crate::copy::Accumulate;
 use crate::geometry::Dims;
 
 const MIB: u64 = 1 << 20;
@@ -257,22 +257,7 @@ fn requests() -> impl Strategy<Value = Vec<ReadReq>> {
 #[test]
 fn a_store_reads_through_what_a_request_would_cost() {
     let policy = super::policy::Access::Remote.policy(u64::from(u32::MAX));
-    let columns = |pitch: u64| ReadReq {
-        file: 0,
-        tensor: 0,
-        chunk_offset: 0,
-        chunk_length: 16 * pitch,
-        digests: None,
-        itemsize: 1,
-        shape: smallvec![16, 1024],
-        src_offset: 0,
-        src_strides: smallvec![pitch, 1],
-        dst: Destination(std::ptr::null_mut()),
-        dst_strides: smallvec![1024, 1],
-        signs: SignBits::default(),
-        operation: Operation::Copy,
-        coded: None,
-    };
+    let columns = |pitch: u64| rect(0, 16 * pitch, 0, &[(16, pitch, 1024), (1024, 1, 1)], 1);
     for (pitch, requests) in [(4096, 1), (512 << 10, 1), (4 * MIB, 16)] {
         let reqs = [columns(pitch)];
         let plan = plan(&[file(1 << 40)], &reqs, &[policy], false, &NoNames).unwrap();

@@ -6,36 +6,15 @@ use proptest::prelude::*;
 
 use super::super::encode;
 use super::*;
-use crate::format::Kind;
 use crate::write::SaveItem;
-
-fn item(
-    name: &str,
-    dtype: Option<&str>,
-    shape: &[u64],
-    offsets: &[u64],
-    sizes: &[u64],
-) -> SaveItem {
-    SaveItem {
-        name: name.into(),
-        kind: if dtype.is_some() { Kind::Tensor } else { Kind::Bytes },
-        dtype: dtype.map(|name| Dtype::from_name(name).unwrap()),
-        shape: Dims::from_slice(shape),
-        flags: 0,
-        path: None,
-        position: None,
-        offsets: Dims::from_slice(offsets),
-        sizes: Dims::from_slice(sizes),
-        length: 0,
-    }
-}
+use crate::write::testing::{self, value};
 
 fn whole(name: &str, shape: &[u64]) -> SaveItem {
-    item(name, Some("float32"), shape, &vec![0; shape.len()], shape)
+    testing::whole(name, "float32", shape)
 }
 
 fn rows(name: &str, shape: &[u64], at: u64, count: u64) -> SaveItem {
-    item(name, Some("float32"), shape, &[at, 0], &[count, shape[1]])
+    testing::rows(name, "float32", shape, &[at, 0], &[count, shape[1]])
 }
 
 fn run(ranks: &[Vec<SaveItem>]) -> Result<Assignment> {
@@ -97,7 +76,7 @@ fn a_bad_plan_names_tensor_and_chunk() {
         reason,
         "it is a tensor of float32 [8, 4] on rank 0, and a tensor of float32 [4, 8] on rank 1"
     );
-    let (_, reason) = message(&[vec![whole("w", &shape)], vec![item("w", None, &[], &[], &[])]]);
+    let (_, reason) = message(&[vec![whole("w", &shape)], vec![value("w", 0)]]);
     assert!(reason.ends_with("a value that is not a tensor on rank 1"), "{reason}");
 }
 
@@ -109,12 +88,11 @@ fn one_rank_may_hold_a_part() {
 
 #[test]
 fn empty_tensors_scalars_and_values_are_saved_once() {
-    let items =
-        vec![whole("empty", &[0, 3]), whole("scalar", &[]), item("value", None, &[], &[], &[])];
+    let items = vec![whole("empty", &[0, 3]), whole("scalar", &[]), value("value", 0)];
     let assignment = run(&[items.clone(), items.clone(), items]).unwrap();
     assert_eq!(assignment.items, 3);
-    let end = || item("w", Some("int8"), &[4], &[4], &[0]);
-    let part = |at: u64| item("w", Some("int8"), &[4], &[at], &[2]);
+    let end = || testing::rows("w", "int8", &[4], &[4], &[0]);
+    let part = |at: u64| testing::rows("w", "int8", &[4], &[at], &[2]);
     assert_eq!(run(&[vec![part(0)], vec![part(2)], vec![end()], vec![end()]]).unwrap().items, 3);
 }
 

@@ -195,16 +195,12 @@ mod tests {
                 let dtype = Dtype::all().nth(dtype);
                 let shape: Dims = if dtype.is_some() { shape.into() } else { Dims::new() };
                 SaveItem {
-                    name,
                     kind: if dtype.is_some() { Kind::Tensor } else { Kind::Bytes },
                     dtype,
-                    flags: 0,
-                    path: None,
-                    position: None,
                     offsets: shape.iter().map(|_| if whole { 0 } else { offset }).collect(),
                     sizes: shape.iter().map(|&s| if whole { s } else { s / 2 }).collect(),
                     shape,
-                    length: 0,
+                    ..SaveItem::bytes(name, 0)
                 }
             },
         );

@@ -58,6 +58,22 @@ pub struct SaveInfo {
 }
 
 impl SaveItem {
+    /// Returns a non-tensor value, without its place in the state dict.
+    pub(crate) fn bytes(name: String, length: u64) -> Self {
+        Self {
+            name,
+            kind: Kind::Bytes,
+            dtype: None,
+            shape: Dims::new(),
+            flags: 0,
+            path: None,
+            position: None,
+            offsets: Dims::new(),
+            sizes: Dims::new(),
+            length,
+        }
+    }
+
     /// Returns an error that names the item.
     pub(super) fn refuse(&self, reason: impl std::fmt::Display) -> Error {
         let name: String = self.name.chars().take(200).collect();

@@ -9,7 +9,6 @@ use std::time::Duration;
 use std::{fs, io};
 
 use proptest::prelude::*;
-use smallvec::smallvec;
 
 use super::jobs::to_usize;
 use super::layout::{LayoutConstraints, plan_files_within};
@@ -39,34 +38,21 @@ pub(crate) fn rows(
     sizes: &[u64],
 ) -> SaveItem {
     let dtype = Dtype::from_name(dtype).unwrap();
+    let length = sizes.iter().product::<u64>() * dtype.size();
     SaveItem {
-        name: name.into(),
         kind: Kind::Tensor,
         dtype: Some(dtype),
         shape: Dims::from_slice(shape),
-        flags: 0,
-        path: None,
-        position: None,
         offsets: Dims::from_slice(offsets),
         sizes: Dims::from_slice(sizes),
-        length: sizes.iter().product::<u64>() * dtype.size(),
+        ..SaveItem::bytes(name.into(), length)
     }
 }
 
 /// A non-tensor value.
 pub(crate) fn value(name: &str, length: u64) -> SaveItem {
-    SaveItem {
-        name: name.into(),
-        kind: Kind::Bytes,
-        dtype: None,
-        shape: smallvec![],
-        flags: 0,
-        path: Some(Value::Tuple(vec![Value::Str(name.into()), Value::Int(-1)])),
-        position: None,
-        offsets: smallvec![],
-        sizes: smallvec![],
-        length,
-    }
+    let path = Value::Tuple(vec![Value::Str(name.into()), Value::Int(-1)]);
+    SaveItem { path: Some(path), ..SaveItem::bytes(name.into(), length) }
 }
 
 /// The length is prime, so that the bytes fall differently into every block.

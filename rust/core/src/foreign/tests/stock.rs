@@ -1,6 +1,5 @@
 //! Checkpoints that stock torch wrote (`tests/fixtures/make_stock.py`), read from every source and
 //! compared byte for byte.
-#![allow(unsafe_code)] // changes signs of memory that it has
 
 use std::fmt::Write as _;
 use std::fs;
@@ -8,55 +7,14 @@ use std::fs;
 use serde_json::Value as Json;
 
 use super::{fixtures, open, refusal};
-use crate::Error;
 use crate::format::{Index, Kind, Value};
-use crate::geometry::{Dims, element_count};
+use crate::{Checkpoint, Error, OpenOptions};
 
-/// Assembles the bytes of a tensor in row-major order from its chunks.
-fn assemble(index: &Index, t: u32) -> Vec<u8> {
-    let tensor = index.tensor(t);
-    let width = usize::try_from(tensor.dtype.unwrap().size()).unwrap();
-    let count = usize::try_from(element_count(&tensor.shape).unwrap()).unwrap();
-    let mut whole = vec![0; count * width];
-    let mut covered = vec![false; count];
-    for c in tensor.chunks {
-        let chunk = index.chunk(c);
-        let file = fs::read(index.file_path(chunk.file)).unwrap();
-        let from = usize::try_from(chunk.offset).unwrap();
-        let data = &file[from..from + usize::try_from(chunk.length).unwrap()];
-        let bits = chunk.signs.bits(tensor.dtype.unwrap()).unwrap();
-        let strides = chunk.strides.unwrap_or_else(|| contiguous(&chunk.sizes));
-        let mut at = Dims::from_elem(0, chunk.sizes.len());
-        for _ in 0..element_count(&chunk.sizes).unwrap() {
-            let source: u64 = at.iter().zip(&strides).map(|(i, stride)| i * stride).sum();
-            let source = usize::try_from(source).unwrap() * width;
-            let target =
-                (0..at.len()).fold(0, |n, d| n * tensor.shape[d] + chunk.offsets[d] + at[d]);
-            let target = usize::try_from(target).unwrap();
-            let element = &mut whole[target * width..][..width];
-            element.copy_from_slice(&data[source..source + width]);
-            // SAFETY: one element.
-            unsafe { bits.change(element.as_mut_ptr(), &[], &[]) };
-            covered[target] = true;
-            for d in (0..at.len()).rev() {
-                at[d] += 1;
-                if at[d] < chunk.sizes[d] {
-                    break;
-                }
-                at[d] = 0;
-            }
-        }
-    }
-    assert!(covered.iter().all(|&covered| covered));
-    whole
-}
-
-fn contiguous(sizes: &[u64]) -> Dims {
-    let mut strides = Dims::from_elem(1, sizes.len());
-    for d in (1..sizes.len()).rev() {
-        strides[d - 1] = strides[d] * sizes[d];
-    }
-    strides
+/// The bytes of a tensor, in row-major order.
+fn read(checkpoint: &Checkpoint, name: &str) -> Vec<u8> {
+    let mut bytes = vec![0xEE; checkpoint.tensor(name).unwrap().nbytes()];
+    checkpoint.read_into(name, &mut bytes).unwrap();
+    bytes
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -76,9 +34,12 @@ fn path_of(json: &Json) -> Option<Value> {
 
 /// Compares an index with the expectations of `make_stock.py`.
 fn check(case: &str, index: &Index, expected: &Json) {
+    let checkpoint = Checkpoint::open(fixtures().join(case)).unwrap();
     let (tensors, values) =
         (expected["tensors"].as_object().unwrap(), expected["values"].as_object().unwrap());
     assert_eq!(index.tensor_count() as usize, tensors.len() + values.len(), "{case}");
+    let names: Vec<&str> = checkpoint.names().collect();
+    assert!(names.is_sorted() && names.len() == tensors.len(), "{case} {names:?}");
     for (fqn, wanted) in tensors {
         let t = index.find(fqn).unwrap_or_else(|| panic!("{case}: no {fqn}"));
         let tensor = index.tensor(t);
@@ -87,7 +48,7 @@ fn check(case: &str, index: &Index, expected: &Json) {
         assert_eq!(tensor.kind, Kind::Tensor, "{case} {fqn}");
         assert_eq!(tensor.dtype.unwrap().name(), wanted["dtype"].as_str().unwrap(), "{case} {fqn}");
         assert_eq!(tensor.shape.as_slice(), shape, "{case} {fqn}");
-        assert_eq!(hex(&assemble(index, t)), wanted["hex"].as_str().unwrap(), "{case} {fqn}");
+        assert_eq!(hex(&read(&checkpoint, fqn)), wanted["hex"].as_str().unwrap(), "{case} {fqn}");
         if let Some(path) = path_of(&wanted["path"]) {
             assert_eq!(index.planner_path(t), Some(path), "{case} {fqn}");
         }
@@ -145,9 +106,12 @@ fn a_rank_local_checkpoint_opens_for_a_rank() {
     assert!(matches!(&e, Error::NotFound { .. }) && e.to_string().contains("rank-local"), "{e}");
     for rank in 0..2_u8 {
         let index = open(&folder, Some(rank.into())).unwrap();
-        let mine = assemble(&index, index.find("mine").unwrap());
+        let checkpoint = OpenOptions::new().rank(rank.into()).open(&folder).unwrap();
         let expected = [f32::from(rank), f32::from(rank) + 1.0];
-        assert_eq!(mine, expected.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
+        assert_eq!(
+            read(&checkpoint, "mine"),
+            expected.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>()
+        );
         let rows = index.tensor(index.find("rows").unwrap());
         assert_eq!((rows.shape.as_slice(), rows.chunks.count()), (&[5, 3][..], 1));
     }

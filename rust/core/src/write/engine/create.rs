@@ -5,8 +5,6 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use super::{Progress, Save, reused};
-use crate::format::Kind;
-use crate::geometry::Dims;
 use crate::store::disk::Disk;
 use crate::store::{FolderLock, Mode, Remote};
 use crate::write::copies::Copies;
@@ -244,18 +242,7 @@ fn laid_out(
             return Err(Error::tensor_plan(None, &name, "it does not lie in its file"));
         }
         layout.places.push(place);
-        items.push(SaveItem {
-            name,
-            kind: Kind::Bytes,
-            dtype: None,
-            shape: Dims::new(),
-            flags: 0,
-            path: None,
-            position: None,
-            offsets: Dims::new(),
-            sizes: Dims::new(),
-            length,
-        });
+        items.push(SaveItem::bytes(name, length));
     }
     Ok((layout, items))
 }
