@@ -281,6 +281,57 @@ def test_damaged_copy_of_a_lost_file_comes_from_the_next_place(tmp_path, where):
     assert found == {1 if where == "nowhere" else 2}
 
 
+def load_while_a_rank_fails(base, root, how, victim):
+    """Once all ranks know who sends, the files of one rank break, or its search for sources."""
+    from dcp_rs.engine.peer_reads import PeerReads
+
+    begin, search = PeerReads.__init__, PeerReads.source_of
+
+    def begin_and_break(self, *args):
+        begin(self, *args)
+        for path in data_files(Path(base) / f"node{victim}" / "step-2"):
+            tear(path, how)
+
+    def fail(self, chunk):
+        if how == "at once" or self.counts.wanted:
+            raise OSError("the search failed")
+        return search(self, chunk)
+
+    if dist.get_rank() == victim:
+        if how in ("short", "missing"):
+            PeerReads.__init__ = begin_and_break
+        else:
+            PeerReads.source_of = fail
+    manager = manager_of(base, root)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            manager.load(state_of(-1), 2)
+    except OSError as error:
+        manager.close()
+        return str(error), error.__notes__
+    return None
+
+
+@pytest.mark.parametrize(
+    ("how", "victim"),
+    [("short", 1), ("missing", 1), ("at once", 0), ("at once", 1), ("later", 0)],
+)
+def test_no_rank_waits_for_one_that_fails_while_ranks_send(tmp_path, how, victim):
+    base, root = tmp_path / "nodes", tmp_path / "root"
+    ranks(3, save, base=base, root=root, steps=[1, 2], copies=1, upload_every=9)
+    shutil.rmtree(base / "node0")
+    before = time.monotonic()
+    given = {"base": base, "root": root, "how": how, "victim": victim}
+    for outcome in rank_outcomes(3, call, load_while_a_rank_fails, given, fresh=True):
+        why, notes = outcome.value
+        if how in ("short", "missing"):
+            assert "there is no step 2 in" in why
+            assert "on the nodes: step-2: some of its files are nowhere" in notes
+        else:
+            assert why == "the search failed"
+    assert time.monotonic() - before < 60
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_other_numbers_of_nodes_after_the_loss_of_one(tmp_path, size):
     base, root = tmp_path / "nodes", tmp_path / "root"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
@@ -75,7 +75,7 @@ class LoadSource:
     storage_options: StorageOptions | None = None
     views: Views | None = None
     progress: Progress = None
-    tiers: tuple[str, ...] = ()
+    tiers: Tiers | None = None
 
     def __post_init__(self) -> None:
         check_choice("replicas", self.replicas, "each", "node", "all")
@@ -96,14 +96,14 @@ class LoadSource:
             read=ReadOptions(**of_read),
             weights_only=weights_only is None or weights_only,
             views=Views.of(rest.pop("dequantize", None), rest.pop("views", None)),
-            tiers=_tier_folders(rest.pop("tiers", None)),
+            tiers=_tiers_of(rest.pop("tiers", None)),
             **rest,
         )
 
     @property
     def find_routes(self) -> FindRoutes | None:
         """Finds the ranks that read what this one does not see; None if it sees all."""
-        return self.tiers.find_routes if isinstance(self.tiers, Tiers) else None
+        return None if self.tiers is None else self.tiers.find_routes
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
@@ -111,6 +111,8 @@ class LoadSource:
         views = {} if self.views is None else given(self.views)
         for name in ("path", "read", "views"):
             own.pop(name, None)
+        if self.tiers is not None:
+            own["tiers"] = self.tiers.folders
         return given(self.read) | own | views
 
     def open(self, rank: int | None = None) -> tuple[_core.Index, bool]:
@@ -147,7 +149,7 @@ def open_index(
     verify: bool = False,
     storage_options: StorageOptions | None = None,
     views: Views | None = None,
-    tiers: tuple[str, ...] = (),
+    tiers: Tiers | None = None,
 ) -> _core.Index:
     """Open the index of the checkpoint at a path or URL.
 
@@ -170,10 +172,11 @@ def open_index(
     """
     where = location(path)
     is_remote = isinstance(where, Url)
+    folders = () if tiers is None else tiers.folders
     try:
         # Secrets get no variable here, as tools show the variables of a traceback.
         index = _core.Index.open(
-            where, rank, allow_external, options_for(where, storage_options), tiers
+            where, rank, allow_external, options_for(where, storage_options), folders
         )
     except (CheckpointNotFoundError, CorruptDataError, UnsupportedError) as error:
         if is_remote:
@@ -184,7 +187,7 @@ def open_index(
         if isinstance(error, CheckpointNotFoundError):
             error.args = (f"{error}{_suggestion(where)}",)
         raise
-    if isinstance(tiers, Tiers):
+    if tiers is not None and tiers.opened is not None:
         tiers.opened.append(index)
     remember(where)
     if verify and index.chunk_count and not index.has_digests():
@@ -228,41 +231,34 @@ class Routes:
 FindRoutes = Callable[[list[list[str]]], list[Routes]]
 
 
-class Tiers(tuple[str, ...]):  # noqa: SLOT001  # it has attributes
-    """Folders that are asked for each data file first, and the indexes that were opened with them.
+@dataclass(frozen=True)
+class Tiers:
+    """Folders that are asked for each data file first, and other ranks that may read it.
 
     Attributes:
-        opened: these indexes.
+        folders: the folders, the nearest first.
         find_routes: finds other ranks that have the files that no folder has; None if none does.
+        opened: gets each index that is opened; None to keep none.
     """
 
-    opened: list[_core.Index]
-    find_routes: FindRoutes | None
-
-    def __new__(cls, folders: Iterable[str] = (), find_routes: FindRoutes | None = None) -> Self:
-        """Return the folders."""
-        tiers = super().__new__(cls, folders)
-        tiers.opened, tiers.find_routes = [], find_routes
-        return tiers
-
-    def lacking(self) -> set[str]:
-        """Return the data files that reads asked for so far, and that no folder had."""
-        return {name for index in self.opened for name in index.lacking()}
+    folders: tuple[str, ...] = ()
+    find_routes: FindRoutes | None = None
+    opened: list[_core.Index] | None = None
 
 
-def _tier_folders(tiers: Iterable[StrPath] | None) -> tuple[str, ...]:
-    """Return the folders of the option ``tiers``.
+def _tiers_of(tiers: Tiers | Iterable[StrPath] | None) -> Tiers | None:
+    """Return the tiers for the option ``tiers``.
 
     Raises:
         TypeError: one path in place of several.
         UnsupportedError: a URL.
     """
-    if isinstance(tiers, Tiers):
+    if isinstance(tiers, Tiers | None):
         return tiers
-    if isinstance(tiers, str | os.PathLike) or not isinstance(tiers, Iterable | None):
+    if isinstance(tiers, str | os.PathLike) or not isinstance(tiers, Iterable):
         msg = f"tiers={tiers!r}: pass a list of folders"
         raise TypeError(msg)
-    return tuple(os.fspath(absolute(local_path(tier))) for tier in tiers or ())
+    return Tiers(tuple(os.fspath(absolute(local_path(tier))) for tier in tiers))
 
 
 @suggest_option

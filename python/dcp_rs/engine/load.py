@@ -484,13 +484,11 @@ def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None)
         try:
             find = source.find_routes
             if is_of_all and find is not None and ranks.size > 1:
-                passes = _read_with_peers(plan, job, counts, ranks, find)
+                _read_with_peers(plan, job, counts, ranks, find)
             elif is_of_all and source.replicas != "each" and ranks.size > 1:
-                passes = _read_together(plan, job, counts, ranks)
+                _run(job, _read_together(plan, job, counts, ranks))
             else:
-                passes = _prepare(plan, job, counts)
-            for number in range(passes):  # tensors that share memory take several
-                job.run(number)
+                _run(job, _prepare(plan, job, counts))
             for fqn, tensor in plan.fills.items():
                 copy_value(fqn, tensor, plan.values.pop(fqn))
         finally:
@@ -502,6 +500,11 @@ def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None)
             watch(counts.expected, counts.expected)  # hidden tensors were not read
     plan.clock.end("read")
     reads.report._finish(os.fspath(source.path), source.read.io, counts, plan.clock, plan.index)
+
+
+def _run(job: Load, passes: int) -> None:
+    for number in range(passes):  # tensors that share memory take several
+        job.run(number)
 
 
 def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
@@ -635,20 +638,24 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
 
 def _read_with_peers(
     plan: Plan, job: Load, counts: Counts, ranks: RankGroup, find_routes: FindRoutes
-) -> int:
-    """Prepare on all ranks. Then other ranks read what is in files that this rank does not see.
-
-    Returns:
-        The number of passes that are left for this rank.
-    """
+) -> None:
+    """Prepare on all ranks. Then read, while other ranks read what this rank does not see."""
     index, reads, options = plan.index, plan.reads, plan.request.source.read.alone()
-    routes = ranks.reduce_scatter(lambda: [] if index.is_view else index.lacking(), find_routes)
-    if not routes.most:
-        return _prepare(plan, job, counts)
-    peers = PeerReads(index, ranks, routes, options)
-    values = ranks.run(lambda: peers.values(plan.value_chunks))
+    chunks: list[int] = []
 
-    def prepare() -> tuple[int, set[int], list[Target]]:
+    def look() -> list[str]:
+        nonlocal chunks
+        chunks = plan.value_chunks
+        return [] if index.is_view else index.lacking()
+
+    routes = ranks.reduce_scatter(look, find_routes)
+    if not routes.most:
+        _run(job, _prepare(plan, job, counts))
+        return
+    peers = PeerReads(index, ranks, routes, options)
+    values = ranks.run(lambda: peers.values(chunks))
+
+    def prepare() -> tuple[int, list[Target]]:
         passes = _arrange(plan, job, counts, values)  # tied tensors may be out of sight
         targets = reads.whole_targets(index) if routes.sources else []
         may_be_sent = set(reads.batch.at_once())
@@ -660,14 +667,14 @@ def _read_with_peers(
             for part in ([target] if target.of_chunk else _stored_parts(index, target))
         ]
         sent = {part.place for part in parts if peers.source_of(part.index) is not None}
-        return passes, sent, [part for part in parts if part.place in sent]
+        reads.batch.leave_out(sorted(sent))
+        return passes, [part for part in parts if part.place in sent]
 
-    passes, places, parts = ranks.run(prepare)
-    peers.fill(part for part in parts if peers.source_of(part.index) is not None)
+    passes, parts = ranks.run(prepare)
+    peers.fill(parts)
     counts.add(peers.counts)
-    fill(index, [part for part in parts if peers.source_of(part.index) is None], options, counts)
-    reads.batch.leave_out(sorted(places))
-    return passes
+    fill(index, [p for p in parts if peers.source_of(p.index) is None], options, counts)
+    _run(job, passes)
 
 
 # --- step 3: hand over ----------------------------------------------------------------------------

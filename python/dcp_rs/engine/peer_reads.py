@@ -1,7 +1,7 @@
 """Reads of data files that this rank does not see: other ranks read them, and send the bytes.
 
-A rank that cannot read goes on and sends what its buffers hold, so that no rank waits for it. It
-raises in the step that this is a part of, and so do all ranks.
+A rank that fails goes on: it asks for nothing more, and sends what its buffers hold, so that no
+rank waits for it. It raises in the step that this is a part of, and so do all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import itertools
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -51,21 +52,24 @@ class PeerReads:
         self, index: _core.Index, ranks: RankGroup, routes: Routes, options: ReadOptions
     ) -> None:
         self._index, self._ranks, self._options = index, ranks, options
+        self._routes = routes
         self._askers = sorted(routes.askers)
         self._sources = sorted(set(routes.sources.values()))
-        self._source_of = {
-            number: routes.sources[entry.name]
-            for number, entry in enumerate(index.files())
-            if entry.name in routes.sources
-        }
         room = _BUFFER_BYTES // (_ON_THE_WAY * max(1, routes.most))
         self._nbytes = max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, room))
         self._kept = KeptError()
         self.counts = Counts()
 
+    @cached_property
+    def _source_of_file(self) -> dict[int, int]:
+        sources = self._routes.sources
+        files = enumerate(self._index.files())
+        return {number: sources[entry.name] for number, entry in files if entry.name in sources}
+
     def source_of(self, chunk: int) -> int | None:
         """Return the rank that sends a chunk; None if this rank reads it."""
-        return self._source_of.get(self._file_of(chunk))
+        (file,) = self._index.files_of([chunk])
+        return self._source_of_file.get(file)
 
     def values(self, chunks: Iterable[int]) -> dict[int, bytes]:
         """Return the bytes of values that other ranks read, by their chunks.
@@ -73,17 +77,13 @@ class PeerReads:
         Raises:
             Exception: as :meth:`fill`.
         """
-        asked: dict[int, list[int]] = {source: [] for source in self._sources}
-        for chunk in chunks:
-            if (source := self.source_of(chunk)) is not None:
-                asked[source].append(chunk)
 
         def answer(wanted: list[int]) -> dict[int, bytes]:
             data = self._index.read_bytes(wanted, **self._options.engine())
             return dict(zip(wanted, data, strict=True))
 
         with self._ranks.talking():
-            requests = self._messages(asked, self._askers)
+            requests = self._messages(self._by_source(chunks, int), self._askers)
             answers = {to: self._kept.attempt(partial(answer, of)) for to, of in requests.items()}
             got = self._messages(answers, self._sources)
         self._kept.raise_it()
@@ -92,24 +92,31 @@ class PeerReads:
         return found
 
     def fill(self, targets: Iterable[Target]) -> None:
-        """Fill parts of chunks that other ranks read, all of which :meth:`source_of` knows.
+        """Fill parts of chunks that other ranks read. Others are left alone.
 
         Raises:
             Exception: the error of this rank, once no rank waits for it.
             RankLostError: a rank is gone.
         """
-        asked: dict[int, list[Target]] = {source: [] for source in self._sources}
-        for target in targets:
-            asked[self._source_of[self._file_of(target.index)]].append(target)
-        rows = {
-            source: [(t.index, tuple(t.offsets), tuple(t.tensor.shape), t.dtype) for t in own]
-            for source, own in asked.items()
-        }
         with self._ranks.talking():
+            asked = self._by_source(targets, attrgetter("index"))
+            rows = {source: list(map(_row, own)) for source, own in asked.items()}
             requests = self._messages(rows, self._askers)
             self._exchange(requests, asked)
         self._kept.raise_it()
         self.counts.wanted += sum(t.nbytes for own in asked.values() for t in own)
+
+    def _by_source(self, items: Iterable[T], chunk_of: Callable[[T], int]) -> dict[int, list[T]]:
+        """Return the items that each source is asked for. An error ends the search for more."""
+        found: dict[int, list[T]] = {source: [] for source in self._sources}
+
+        def search() -> None:
+            for item in items:
+                if (source := self.source_of(chunk_of(item))) is not None:
+                    found[source].append(item)
+
+        self._kept.attempt(search)
+        return found
 
     def _exchange(
         self, requests: Mapping[int, list[_Row]], asked: Mapping[int, list[Target]]
@@ -166,12 +173,13 @@ class PeerReads:
         operation = dist.P2POp(way, tensor, ranks.global_rank(rank), ranks.process_group, tag)
         return dist.batch_isend_irecv([operation])[0].wait
 
-    def _file_of(self, chunk: int) -> int:
-        return self._index.files_of([chunk])[0]
-
 
 def _memory(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _row(target: Target) -> _Row:
+    return target.index, tuple(target.offsets), tuple(target.tensor.shape), target.dtype
 
 
 def _target(row: _Row) -> Target:

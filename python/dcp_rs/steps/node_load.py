@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dcp_rs import _core
 from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file
 from dcp_rs.checkpoint.locate import Routes, Tiers
 from dcp_rs.errors import CheckpointNotFoundError
@@ -96,7 +97,7 @@ class NodeLoad:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes, self._ranks, self._store = nodes, nodes.ranks, nodes.store
         self._layout, self._root_store = nodes.layout, nodes.root_store
-        self._tiers = Tiers()
+        self._opened: list[_core.Index] = []  # by the last attempt
         # These are known to the coordinator:
         self._held: list[list[_Held]] = []  # by node
         self._at_root: _AtRoot | None = None
@@ -187,6 +188,8 @@ class NodeLoad:
                 return plan
             self._give_up(save.step.number, save.step.save_id, "some of its files are nowhere")
         if problem is not None:
+            for skipped in self._unusable.values():
+                problem.add_note(f"on the nodes: {skipped}")
             raise problem
         choice = self._choice(None if at_root is None else at_root.number)
         return replace(choice, skipped=[*choice.skipped, *passed_over]), [], True
@@ -279,12 +282,12 @@ class NodeLoad:
     def access(self, choice: Choice) -> tuple[Path, dict[str, Any]]:
         """Return the path to load a step from, and options of the load."""
         assert choice.step is not None  # noqa: S101  # there is a step
-        folder, root = self._store.folder(choice.step), self._root_store
+        folder, root, self._opened = self._store.folder(choice.step), self._root_store, []
+        find = partial(self._find_routes, choice) if choice.is_whole else None
+        options: dict[str, Any] = {"tiers": Tiers((os.fspath(folder),), find, self._opened)}
         if choice.is_whole:
-            self._tiers = Tiers([os.fspath(folder)], partial(self._find_routes, choice))
-            return folder, {"tiers": self._tiers}
-        self._tiers = Tiers([os.fspath(folder)])
-        return root.folder(choice.step), {**root.access, "tiers": self._tiers}
+            return folder, options
+        return root.folder(choice.step), {**root.access, **options}
 
     def _find_routes(self, choice: Choice, lacking: list[list[str]]) -> list[Routes]:
         """Choose the ranks that read the files that ranks lack. Ranks of a node take turns."""
@@ -314,6 +317,9 @@ class NodeLoad:
             nodes no more.
         """
 
+        def find_lacking() -> set[str]:
+            return {name for index in self._opened for name in index.lacking()}
+
         def note(lacking: list[set[str]]) -> bool:
             assert choice.step is not None  # noqa: S101  # it was loaded
             node_of = self._layout.node_of
@@ -328,7 +334,7 @@ class NodeLoad:
             self._give_up(choice.step, choice.save_id or "", why)
             return False
 
-        return self._ranks.all_reduce(self._tiers.lacking, note)
+        return self._ranks.all_reduce(find_lacking, note)
 
     def resume_uploads(self, last: int | None) -> None:
         """Go on with the uploads that were begun, of steps up to ``last`` only."""
