@@ -107,6 +107,23 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
     assert "<svg" in document  # the only entry found is shown open
 
 
+def test_a_browser_shows_which_nodes_have_each_file(tmp_path: Path) -> None:
+    save_rs(nested_state(), tmp_path / "step-1")
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    for node in nodes:
+        (node / "step-1").mkdir(parents=True)
+    (data,) = (tmp_path / "step-1").glob("*.safetensors")
+    shutil.copy(data, nodes[1] / "step-1")
+    for expected in (str(nodes[1]), "no node"):
+        text = page.render(Contents(tmp_path / "step-1", local=nodes))
+        (tmp_path / "page.html").write_text(text)
+        document = in_a_browser(tmp_path / "page.html")
+        assert 'data-ready="yes"' in document
+        assert f"chunks · on {expected}" in document
+        assert '<option value="node">' in document
+        (nodes[1] / "step-1" / data.name).write_bytes(b"short")
+
+
 @pytest.mark.slow
 def test_values_are_shown_with_their_entry(tmp_path: Path) -> None:
     save_rs({"m.2.w": torch.ones(3), "m.10.w": torch.ones(2), "lr": 0.125}, tmp_path / "ckpt")
@@ -151,6 +168,7 @@ def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
         format="dcp-rs",
         facts={"version": 1},
         files=[("a.safetensors", 1), ("b.safetensors", 1)],
+        nodes=None,
         entries=entries,
         stored_chunks=lambda entry: cut,
     )

@@ -4,7 +4,9 @@ A node is a name and a folder, and some processes of this machine.
 """
 
 import io
+import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -16,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
@@ -219,11 +221,13 @@ def test_other_ranks_send_every_kind_of_entry(tmp_path, size):
     assert len(list(base.glob("*/step-2/*.safetensors"))) == before  # one attempt was enough
 
 
-def trained(step):
+def trained(step, kind):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model, mesh=mesh)
+    if kind == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
     for _ in range(step):
         model(torch.randn(8, 64)).square().sum().backward()
@@ -232,40 +236,77 @@ def trained(step):
     return model, optimizer
 
 
-def save_training(base, root):
-    with manager_of(base, root, copies=1, upload_every=9) as manager:
+class Loader:
+    """A loader of each rank's own documents."""
+
+    def __init__(self, step):
+        self.state = {"at": 100 * step + dist.get_rank(), "seen": torch.full((50_000,), step)}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def extra_of(step):
+    return {
+        "step": step,
+        "draws": dcp_rs.optim.RngState(),
+        "loader": dcp_rs.optim.PerRank(Loader(step)),
+        "mixture": {"weights": [step] * 10_000},
+    }
+
+
+def save_training(base, root, per_node, kind):
+    with manager_of(base, root, per_node, copies=1, upload_every=9) as manager:
         for step in (1, 2):
-            extra = {"step": step, "draws": dcp_rs.optim.RngState()}
-            manager.save(step, dcp_rs.optim.training_state(*trained(step), extra))
+            torch.manual_seed(0)
+            parts = trained(step, kind)
+            torch.manual_seed(100 * step + dist.get_rank())
+            manager.save(step, dcp_rs.optim.training_state(*parts, extra_of(step)))
 
 
-def load_training(base, root):
-    extra = {"step": 0, "draws": dcp_rs.optim.RngState()}
-    found, wanted = trained(1), trained(2)
-    with manager_of(base, root, copies=1) as manager, warnings.catch_warnings(action="error"):
-        assert manager.load_training_state(*found, extra=extra) == 2
-    assert extra["step"] == 2
+def load_training(base, root, per_node, kind):
+    extra, found, wanted = extra_of(0), trained(1, kind), trained(2, kind)
+    with manager_of(base, root, per_node, copies=1) as manager:
+        with warnings.catch_warnings(action="ignore" if kind == "fsdp1" else "error"):
+            assert manager.load_training_state(*found, extra=extra) == 2
+        assert not manager.passed_over
+    drawn = torch.rand(3)
+    torch.manual_seed(200 + dist.get_rank())
+    assert torch.equal(drawn, torch.rand(3))
+    loader, same = extra["loader"].value.state, Loader(2).state
+    assert loader["at"] == same["at"]
+    assert torch.equal(loader["seen"], same["seen"])
+    assert (extra["step"], extra["mixture"]) == (2, {"weights": [2] * 10_000})
     assert leaves(found) == leaves(wanted)
 
 
 def leaves(parts):
     """The values of state dicts, in which those of tensors are lists."""
-    states = tree_leaves([part.state_dict() for part in parts])
+    with warnings.catch_warnings(action="ignore"):
+        states = tree_leaves([part.state_dict() for part in parts])
     local = (value.to_local() if isinstance(value, DTensor) else value for value in states)
     return [value.tolist() if isinstance(value, torch.Tensor) else value for value in local]
 
 
-@pytest.mark.parametrize("lost", [None, "node2"])
-def test_training_state_is_sent_without_its_files(tmp_path, lost):
+@pytest.mark.parametrize(
+    ("kind", "per_node", "lost"),
+    [("fsdp2", 1, None), ("fsdp2", 1, "node2"), ("fsdp2", 2, "node0"), ("fsdp1", 1, "node1")],
+)
+def test_training_state_is_sent_without_its_files(tmp_path, kind, per_node, lost):
     """No node has all files, and each rank needs the settings and the versions of modules."""
     base, root = tmp_path / "nodes", tmp_path / "root"
-    ranks(4, save_training, base=base, root=root)
+    how = {"base": base, "root": root, "per_node": per_node, "kind": kind}
+    ranks(4, save_training, **how)
     if lost is not None:
         shutil.rmtree(base / lost)
-    before = [len(data_files(base / f"node{i}" / "step-2")) for i in range(4)]
-    assert before == [0 if f"node{i}" == lost else 2 for i in range(4)]
-    ranks(4, load_training, base=base, root=root)
-    assert [len(data_files(base / f"node{i}" / "step-2")) for i in range(4)] == before
+    nodes = [f"node{number}" for number in range(4 // per_node)]
+    before = [len(data_files(base / node / "step-2")) for node in nodes]
+    assert before == [0 if node == lost else 2 * per_node for node in nodes]
+    ranks(4, load_training, **how)
+    assert [len(data_files(base / node / "step-2")) for node in nodes] == before
 
 
 @pytest.mark.parametrize("where", ["the root", "nowhere"])
@@ -666,6 +707,38 @@ def test_steps_command_shows_where_each_step_is(tmp_path):
         "1 0 of 1 yes",
         f"2 1 of 1 1 of 2 {none}",
         "3 1 of 1 2 of 2 0 yes",
+    ]
+
+
+def test_inspect_shows_which_nodes_have_each_file(tmp_path):
+    from dcp_rs.cli import main
+
+    root, base = tmp_path / "root", tmp_path / "nodes"
+    ranks(2, save, base=base, root=root, steps=[1, 2], upload_every=2, copies=1)
+    nodes = [str(base / "node0"), str(base / "node1")]
+    data_files(base / "node0" / "step-2")[1].unlink()
+    first, second = (path.name for path in data_files(base / "node1" / "step-2"))
+
+    def run(*words):
+        given = [word for node in nodes for word in ("--local", node)]
+        with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as out:
+            main(["inspect", *words, *given])
+        return out.getvalue()
+
+    for place in (base / "node0" / "step-2", root / "step-1"):  # the root has no step 2
+        files = json.loads(run(str(place), "--json"))["files"]
+        names = [path.name for path in data_files(base / "node1" / place.name)]
+        where = {names[0]: nodes, names[1]: nodes if place.parent == root else nodes[1:]}
+        assert {file["name"]: file["nodes"] for file in files} == where
+    shown = [line.split() for line in run(str(base / "node0" / "step-2")).splitlines()]
+    assert [line[-3:] for line in shown if first in line] == [[first, f"{nodes[0]},", nodes[1]]]
+    assert [line[-2:] for line in shown if second in line] == [[second, nodes[1]]]
+    shutil.rmtree(base / "node1" / "step-2")
+    run(str(base / "node0" / "step-2"), "--html", str(tmp_path / "page.html"))
+    data = json.loads(re.search("const data = (.*);", (tmp_path / "page.html").read_text())[1])
+    assert sorted(zip((name for name, _ in data["files"]), data["nodes"], strict=True)) == [
+        (first, nodes[:1]),
+        (second, []),
     ]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from dcp_rs import _core
 from dcp_rs._url import StrPath, location
 from dcp_rs.checkpoint.entries import TensorInfo, describe
-from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.locate import Tiers, open_index
 from dcp_rs.checkpoint.names import every, hint, natural
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli.output import count, for_command_line, json_text, size
@@ -49,10 +51,13 @@ class Contents:
         path: a path, or a URL of a store.
         chosen: a test of names.
         rank, allow_external, views: see :func:`dcp_rs.checkpoint.locate.open_index`.
+        local: folders of nodes, which may have the files of the step at ``path``.
 
     Attributes:
         path: as it was given.
         index: the opened index.
+        nodes: for each file, those of the folders ``local`` that have all of it; None without
+            such folders.
         format: ``dcp-rs``, ``dcp``, ``safetensors`` or ``torch``.
         facts: version, writer and save of the index, by name; none if it was made in memory.
         files: (name, size in bytes).
@@ -69,11 +74,25 @@ class Contents:
         rank: int | None = None,
         allow_external: bool = False,
         views: Views | None = None,
+        local: Sequence[Path] = (),
     ) -> None:
         self.path = location(path)
-        self.index = index = open_index(path, rank=rank, allow_external=allow_external, views=views)
+        steps = {str(folder): folder / self.path.name for folder in local}
+        self.index = index = open_index(
+            path,
+            rank=rank,
+            allow_external=allow_external,
+            views=views,
+            tiers=Tiers(tuple(map(os.fspath, steps.values()))),
+        )
         self.format = index.source
         self.files = [(file.name, file.size) for file in index.files()]
+        self.nodes: list[list[str]] | None = None
+        if steps:
+            self.nodes = [
+                [node for node, step in steps.items() if _nbytes(step / name) == nbytes]
+                for name, nbytes in self.files
+            ]
         self.facts: dict[str, Any] = {}
         if not index.is_in_memory:
             self.facts = {
@@ -203,6 +222,13 @@ class Contents:
         except Exception as error:  # noqa: BLE001 - the methods of a forged value may raise anything
             return f"({_why_unshown(error)})"
         return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
+def _nbytes(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _why_unshown(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -87,6 +88,18 @@ rank = click.option(
     type=click.IntRange(min=0),
     help="Of a rank-local save, show the part that rank N wrote.",
 )
+
+
+def local(does: str) -> Callable[[Command], Command]:
+    """Add the folders of nodes."""
+    return click.option(
+        "--local",
+        multiple=True,
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        metavar="FOLDER",
+        help="The folder of a node (local= of the manager), once for each node that can be seen "
+        f"from here: {does}",
+    )
 
 
 def _globs(

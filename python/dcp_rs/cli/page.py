@@ -63,6 +63,7 @@ def _data(contents: Contents) -> dict[str, Any]:
         "tool": f"dcp-rs {_core.__version__}",
         "facts": contents.facts,
         "files": contents.files,
+        "nodes": contents.nodes,
         "dtypes": dtypes,
         "names": [entry.name for entry in entries],
         "dtype": [number[entry.dtype or "value"] for entry in entries],

@@ -36,6 +36,7 @@ def _page(_context: click.Context, _parameter: click.Parameter, out: Path | None
     "dcp-rs inspect ckpt/",
     "dcp-rs inspect ckpt/ model.embed.weight",
     "dcp-rs inspect ckpt/ --html page.html",
+    "dcp-rs inspect run/step-30 --local node0/run --local node1/run",
 )
 @options.checkpoint
 @click.argument("name", required=False)
@@ -47,6 +48,7 @@ def _page(_context: click.Context, _parameter: click.Parameter, out: Path | None
     shell_complete=click.Path().shell_complete,
     help="Write an HTML page in place of text.",
 )
+@options.local("show which of them have each file.")
 @options.show_all
 @options.views
 @options.rank
@@ -88,7 +90,12 @@ def _show_overview(contents: Contents, *, show_all: bool, as_json: bool) -> None
     chunks = Counter(
         chunk.file for entry in contents.entries for chunk in contents.stored_chunks(entry)
     )
-    files = [(name, nbytes, chunks[file]) for file, (name, nbytes) in enumerate(contents.files)]
+    nodes = contents.nodes
+    files: list[dict[str, Any]] = [
+        {"name": name, "bytes": nbytes, "chunks": chunks[file]}
+        | ({} if nodes is None else {"nodes": nodes[file]})
+        for file, (name, nbytes) in enumerate(contents.files)
+    ]
     sizes: dict[str, list[int]] = {}
     for entry in contents.entries:
         sizes.setdefault(entry.dtype or "value", []).append(entry.nbytes)
@@ -109,7 +116,7 @@ def _show_overview(contents: Contents, *, show_all: bool, as_json: bool) -> None
                 "chunks": contents.index.chunk_count,
                 "bytes": contents.nbytes,
                 **({"decoded": {"tensors": number, "stored_bytes": nbytes}} if number else {}),
-                "files": [{"name": f, "bytes": b, "chunks": n} for f, b, n in files],
+                "files": files,
                 "dtypes": [{"dtype": d, "tensors": n, "bytes": b} for d, n, b in dtypes],
                 "merged_from": merged_from(contents.index),
                 "leftovers": [asdict(leftover) for leftover in leftovers],
@@ -123,8 +130,16 @@ def _show_overview(contents: Contents, *, show_all: bool, as_json: bool) -> None
     mention(leftovers)
     line()
     _table(
-        [">size", ">chunks", "<file"],
-        [[size(nbytes), f"{number:,}", name] for name, nbytes, number in files],
+        [">size", ">chunks", "<file", *(["<on"] if nodes else [])],
+        [
+            [
+                size(file["bytes"]),
+                f"{file['chunks']:,}",
+                file["name"],
+                *([", ".join(file["nodes"]) or "no node"] if nodes else []),
+            ]
+            for file in files
+        ],
         some,
         "file",
     )

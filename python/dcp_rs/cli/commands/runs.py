@@ -63,14 +63,7 @@ _step_name = click.option(
 )
 @_root
 @_step_name
-@click.option(
-    "--local",
-    multiple=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="FOLDER",
-    help="The folder of a node (local= of the manager), once for each node that can be seen from "
-    "here: show where each step is, and how much of it is uploaded.",
-)
+@options.local("show where each step is, and how much of it is uploaded.")
 @options.storage
 @options.json
 def _steps(root: Path, step_name: str, local: tuple[Path, ...], as_json: bool) -> None:
