@@ -235,11 +235,7 @@ def skeleton_of(cls: Any, config: Any, *, trust_remote_code: bool | None = None)
         )
 
 
-def stored_tensors(
-    index: _core.Index,
-    include: Globs = None,
-    exclude: Globs = None,
-) -> dict[str, int]:
+def stored_tensors(index: _core.Index, include: Globs, exclude: Globs) -> dict[str, int]:
     """Return the numbers of the stored tensors that are chosen, by name."""
     chosen = selector(include, exclude)
     return {

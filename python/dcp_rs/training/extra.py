@@ -19,12 +19,12 @@ from dcp_rs.errors import PlanError, UnsafePickleError
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.flatten import flatten, is_stateful
 from dcp_rs.tensors.memory import check_has_shape, clone
-from dcp_rs.tensors.nesting import TreePath, text_path
+from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.training.names import unwrapper
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import SavedTree, build_tree, join
+from dcp_rs.training.saved_tree import SavedTree, as_text, build_tree, join
 from dcp_rs.training.schedulers import GroupPlaces
 
 #: The key of these entries in the checkpoint.
@@ -256,9 +256,9 @@ class SavedValue:
         if left:
             # One level down: the entry itself may be a leaf.
             flat = flatten({"": own})
-            leaves = {_text(path[1:]): flat.values[fqn] for fqn, path in flat.paths.items()}
+            leaves = {as_text(path[1:]): flat.values[fqn] for fqn, path in flat.paths.items()}
             gone = [tree.paths.pop(key) for key in list(tree.paths) if key in left]
-            self._kept = {path: leaves[_text(path)] for path in gone if _text(path) in leaves}
+            self._kept = {path: leaves[as_text(path)] for path in gone if as_text(path) in leaves}
             # A list cannot lack one of its entries.
             if any(type(part) is int for path in gone if path not in self._kept for part in path):
                 partial_load.report.excluded += tree.paths
@@ -269,7 +269,7 @@ class SavedValue:
         tensors = _tensors(own)
         self.template: dict[str, torch.Tensor | None] = {}
         for key, entry in partial_load.part.entries.find(tree.paths).items():
-            tensor = tensors.get(_text(tree.paths[key]))
+            tensor = tensors.get(as_text(tree.paths[key]))
             if tensor is not None:
                 check_has_shape(key, tensor, "load into")
             if entry.dtype is not None and tensor is not None and not as_saved:
@@ -505,7 +505,3 @@ def _tensors(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], tor
         for key, value in pairs
         for leaf, tensor in _tensors(value, (*path, str(key))).items()
     }
-
-
-def _text(path: TreePath) -> tuple[str, ...]:
-    return tuple(map(str, text_path(path)))

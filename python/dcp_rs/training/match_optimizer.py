@@ -172,21 +172,12 @@ class OptimizerMatcher:
         needed = any(slot.tree.paths for slot in known.values())
         needed |= any(group.replaced() for group in groups)
         state = self._state(optimizer, names, number, needed=needed)
-        for (param, _), several in zip(names, slots, strict=True):
-            is_known = param in state.by_param or (state.is_made and param.requires_grad)
-            for slot in several:
-                slot.made = state.by_name.get(slot.fqn)
-                own = slot.made if self._fsdp1 is None else state.by_param.get(param)
-                slot.kinds = _kinds(own) if is_known else None
+        is_converted = self._note_state(names, slots, state)
         for group in groups:
             self._check_kinds(optimizer, group)
         if any(self._saved.groups):
             warn_of_replaced([group for group in groups if not group.stays], optimizer)
         after = [group.after_load() for group in groups]
-        is_converted = any(
-            _is_other(state.by_param.get(param), several[0].made)
-            for (param, _), several in zip(names, slots, strict=True)
-        )
         slots += [[slot] for slot in self._other_slots(state.by_name, known, is_only=is_only)]
         self._note_own(optimizer, number, itertools.chain.from_iterable(slots))
         places = [self._saved.place(group.saved[0]) if group.saved else None for group in groups]
@@ -305,6 +296,27 @@ class OptimizerMatcher:
                 state.own_keys = {fqn: key for key, fqn in by_key.items()}
                 state.by_name = {by_key.get(key, key): own for key, own in osd["state"].items()}
             return state
+
+    def _note_state(
+        self,
+        names: Sequence[tuple[torch.Tensor, list[str]]],
+        slots: Sequence[list[Slot]],
+        state: _State,
+    ) -> bool:
+        """Note the state of each parameter, and its kinds.
+
+        Returns:
+            Whether ``state_dict()`` has any of it in other dtypes or shapes.
+        """
+        is_converted = False
+        for (param, _), several in zip(names, slots, strict=True):
+            own = state.by_param.get(param)
+            for slot in several:
+                slot.made = state.by_name.get(slot.fqn)
+                if param in state.by_param or (state.is_made and param.requires_grad):
+                    slot.kinds = _kinds(slot.made if self._fsdp1 is None else own)
+            is_converted |= _is_other(own, several[0].made)
+        return is_converted
 
     def _check_kinds(self, optimizer: Optimizer, group: _Group) -> None:
         """Leave the state of parameters of a group that is of other kinds in the checkpoint.

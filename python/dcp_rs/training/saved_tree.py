@@ -93,7 +93,7 @@ class SavedEntries:
 
     def versions(self, path: tuple[str, ...]) -> Mapping[str, Any]:
         """Return the versions of modules that are noted in the mapping at a path."""
-        found = (c.versions for c in self._containers or () if _text(c.path) == path)
+        found = (c.versions for c in self._containers or () if as_text(c.path) == path)
         return next((versions for versions in found if versions is not None), {})
 
     def tree(
@@ -133,7 +133,7 @@ class SavedEntries:
 
 
 def build_tree(
-    leaves: Iterable[tuple[int | None, TreePath, Any]], containers: Iterable[Container] = ()
+    leaves: Iterable[tuple[int | None, TreePath, Any]], containers: Iterable[Container]
 ) -> Any:
     """Return the tree of these leaves (position, path, value) and containers.
 
@@ -173,8 +173,9 @@ def _first_key(path: TreePath) -> str:
 
 def _is_below(path: TreePath, prefix: tuple[str, ...]) -> bool:
     start = path[: len(prefix)]
-    return start == prefix or _text(start) == prefix
+    return start == prefix or as_text(start) == prefix
 
 
-def _text(path: TreePath) -> tuple[str, ...]:
+def as_text(path: TreePath) -> tuple[str, ...]:
+    """Return a path with the text of its keys, as DCP stores them."""
     return tuple(map(str, text_path(path)))
