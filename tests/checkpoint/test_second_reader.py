@@ -67,14 +67,10 @@ def assert_agree(path):
         (b"", 0x2D06800538D394C2),
         (b"a", 0xE6C632B61E964E1F),
         (b"abc", 0x78AF5F94892F3950),
-        (bytes(range(8)), None),
-        (bytes(range(200)), None),
-        (bytes(range(256)) * 9, None),
     ],
 )
 def test_the_hash_is_xxh3(data, digest):
-    if digest is not None:
-        assert xxh3_64(data) == digest
+    assert xxh3_64(data) == digest
 
 
 @pytest.mark.parametrize(

@@ -191,30 +191,13 @@ def test_diff(dcp_rs_cli, tmp_path: Path) -> None:
 
 
 def test_convert_takes_all_options(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
-    status, out, err = dcp_rs_cli(
-        *[
-            "convert",
-            world / "ckpt",
-            tmp_path / "hf",
-            "--to",
-            "safetensors",
-            "--dtype",
-            "fp16",
-            "--shards",
-            2,
-        ],
-        *[
-            "--include",
-            "model.*",
-            "--include",
-            "step",
-            "--exclude",
-            "*.0.*",
-            "--include",
-            "optimizer.*",
-        ],
-        *["--rename", "model=", "--rename", "optimizer.state=adam", "--skip-unsupported"],
+    options = (
+        "--to safetensors --dtype fp16 --shards 2 --include model.* --include step "
+        "--exclude *.0.* --include optimizer.* --rename model= --rename optimizer.state=adam "
+        "--skip-unsupported"
     )
+    convert = ("convert", world / "ckpt", tmp_path / "hf")
+    status, out, err = dcp_rs_cli(*convert, *options.split())
     assert (status, err) == (0, "")
     assert "left out  step: is not a tensor" in out
     with dcp_rs.open(tmp_path / "hf") as made:
@@ -225,13 +208,14 @@ def test_convert_takes_all_options(dcp_rs_cli, world: Path, tmp_path: Path) -> N
             "adam.embedding.weight.step",
         }
         assert made["embedding.weight"].dtype == torch.float16
-    status, _, err = dcp_rs_cli("convert", world / "ckpt", tmp_path / "hf")
-    assert (status, "--overwrite" in err) == (2, True)
-    assert dcp_rs_cli("convert", world / "ckpt", tmp_path / "hf", "--overwrite")[0] == 0
-    status, _, err = dcp_rs_cli("convert", world / "ckpt", tmp_path / "x", "--to", "safetensors")
-    assert (status, "--skip-unsupported" in err) == (2, True)
-    status, _, err = dcp_rs_cli("convert", world / "ckpt", tmp_path / "x", "--rename", "nonsense")
-    assert (status, "OLD=NEW" in err) == (2, True)
+    assert dcp_rs_cli(*convert, "--overwrite")[0] == 0
+    for wrong, advice in (
+        ((), "--overwrite"),
+        (("--overwrite", "--to", "safetensors"), "--skip-unsupported"),
+        (("--rename", "nonsense"), "OLD=NEW"),
+    ):
+        status, _, err = dcp_rs_cli(*convert, *wrong)
+        assert (status, advice in err) == (2, True)
 
 
 def test_the_help_says_which_commands_read_files_of_torch_save(dcp_rs_cli) -> None:
@@ -241,25 +225,15 @@ def test_the_help_says_which_commands_read_files_of_torch_save(dcp_rs_cli) -> No
 
 def test_ls_shows_values_and_chooses_by_globs(dcp_rs_cli, world: Path) -> None:
     for name in ("ckpt", "stock", "x.pt"):
-        status, out, err = dcp_rs_cli(
-            "ls", world / name, "--values", "--include", "step", "--include", "name"
-        )
+        ls = ("ls", world / name, "--values")
+        status, out, err = dcp_rs_cli(*ls, "--include", "step", "--include", "name")
         assert (status, err) == (0, "")
         assert [line.split()[-2:] for line in out.splitlines()[1:-1]] == [
             ["name", "'ünïcode'"],
             ["step", "12"],
         ]
-        _, out, _ = dcp_rs_cli(
-            "ls",
-            world / name,
-            "*",
-            "--exclude",
-            "optimizer.*",
-            "--exclude",
-            "model.*",
-            "--values",
-            "--json",
-        )
+        left_out = ("--exclude", "optimizer.*", "--exclude", "model.*")
+        _, out, _ = dcp_rs_cli(*ls, "*", *left_out, "--json")
         values = {entry["name"]: entry.get("value") for entry in json.loads(out)["entries"]}
         assert values == {
             "buffers.0": None,

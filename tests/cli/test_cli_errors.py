@@ -117,11 +117,6 @@ def test_two_checkpoints_in_one_folder_are_warned_of_in_one_line(
     assert len(err.splitlines()) == 1
 
 
-def test_a_near_miss_is_suggested(dcp_rs_cli, world: Path) -> None:
-    _, _, err = dcp_rs_cli("inspect", world / "ckpt", "model.embeding.weight")
-    assert "did you mean 'model.embedding.weight'?" in err
-
-
 def test_debug_shows_the_traceback(world: Path) -> None:
     for arguments in (["--debug", "ls", "nowhere"], ["ls", "nowhere", "--debug"]):
         done = in_a_process(*arguments)

@@ -62,7 +62,6 @@ def test_show_prints_json(shown, dcp_rs_cli):
         (("show", "ckpt", "step.at", "--slice", "5"), "leave --slice out"),
         (("cat", "ckpt"), "there is no command 'cat': use show"),
         (("info", "ckpt"), "there is no command 'info': use inspect"),
-        (("verfy", "ckpt"), "there is no command 'verfy': did you mean 'verify'?"),
         (("frobnicate", "ckpt"), "there is no command 'frobnicate' (dcp-rs --help)"),
     ],
 )

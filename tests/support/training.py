@@ -142,6 +142,14 @@ class Holder:
         self.state = state
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Steps of a model of 4 inputs."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+
+
 def train_step(model: nn.Module, optimizers: list[torch.optim.Optimizer], at: int) -> float:
     """One step on the batch number ``at``, the same on every rank, so that any number of ranks does the same training."""
     generator = torch.Generator().manual_seed(at)

@@ -9,6 +9,7 @@ from torch import nn
 
 from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
 from support import assert_state_equal
+from support.training import train
 
 
 class Compressed(torch.optim.Optimizer):
@@ -75,13 +76,6 @@ def doubled(optimizer, state):
         key: {"momentum_buffer": (own["momentum_buffer"] * 2).float().reshape(shapes[key])}
         for key, own in state["state"].items()
     }
-
-
-def train(model, optimizer, steps):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().sum().backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize("steps", [0, 1])

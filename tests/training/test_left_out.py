@@ -18,7 +18,7 @@ from dcp_rs.optim import (
     training_state,
 )
 from support import assert_state_equal, run_ranks
-from support.training import Holder, parallelize, quiet, train_step, whole
+from support.training import Holder, parallelize, quiet, train, train_step, whole
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +35,6 @@ def start(steps, seed=0, layers=2):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     train(model, optimizer, steps)
     return model, optimizer
-
-
-def train(model, optimizer, steps):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().sum().backward()
-        optimizer.step()
 
 
 def copied(optimizer):
