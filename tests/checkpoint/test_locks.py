@@ -260,7 +260,7 @@ def test_a_child_does_not_remove_what_its_parent_wrote(ckpt):
     assert in_child(writer.__del__) == 0
     assert files_in(ckpt) == before
     assert [kept.verdict for kept in dcp_rs.clean(ckpt).kept] == ["in use"]
-    writer._discard()
+    writer.reset()
     assert len(files_in(ckpt)) == 2
 
 

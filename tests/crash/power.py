@@ -541,7 +541,7 @@ def scenarios(folder: Path) -> Iterator[Scenario]:
         try:
             dcp.save(rank_state(2, 0), storage_writer=writer, no_dist=True)
         except BaseException:  # noqa: BLE001 - CheckpointException is not an Exception
-            writer._discard()
+            writer.reset()
 
     yield Scenario("a save that fails", root, fail, _saved("ckpt", 1, 1, 2), None, "ckpt")
 

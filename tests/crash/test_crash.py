@@ -363,7 +363,7 @@ def test_committed_save_is_not_discarded(ckpt):
     """The sync after the rename fails: the caller gets the error, and the new checkpoint is in place."""
     writer = dcp_rs.RsWriter(ckpt)
     dcp.save(rank_state(3, 0), storage_writer=writer, no_dist=True)
-    writer._discard()
+    writer.reset()
     assert found_number(ckpt, 1) == 3
 
 
@@ -376,7 +376,7 @@ def test_a_writer_that_moved_on_discards_where_it_wrote(tmp_path, monkeypatch):
     assert len(stray_files(first)) == 1
     writer.path = second
     monkeypatch.chdir("/")
-    writer._discard()
+    writer.reset()
     check_after_failure(first, 1)
     assert not second.exists()
 
