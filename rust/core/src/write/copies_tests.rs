@@ -6,11 +6,10 @@ use std::fs;
 
 use tempfile::tempdir;
 
-use super::super::testing::{MemoryStore, Objects, content, refused, whole};
+use super::super::testing::{MemoryStore, Objects, content, index_in, refused, whole};
 use super::super::{Part as Piece, Save, SaveItem, WriteOptions};
 use super::*;
 use crate::checkpoint::{self, RecoverOptions};
-use crate::format::INDEX_NAME;
 
 const ONE: &str = "s3://bucket/1";
 const TWO: &str = "s3://bucket/2";
@@ -97,9 +96,9 @@ fn parent(store: &MemoryStore) -> Arc<Index> {
         let data = bytes(1);
         save.write(&[Piece { item: 0, at: 0, data: &data[number] }], &control).unwrap();
         let (part, _) = save.finish_with(crate::format::Value::None, &control).unwrap().keep();
-        builder.merge(&Index::from_bytes(part, &dir.join(INDEX_NAME)).unwrap()).unwrap();
+        builder.merge(&index_in(dir, part)).unwrap();
     }
-    let index = Index::from_bytes(builder.build().unwrap(), &dir.join(INDEX_NAME)).unwrap();
+    let index = index_in(dir, builder.build().unwrap());
     Arc::new(index.on(Some(Arc::new(store.clone()))))
 }
 
@@ -127,10 +126,10 @@ fn save(store: &MemoryStore, parent: Arc<Index>) -> Done {
         )
         .unwrap();
     }
-    check(&Index::from_bytes(index, &folder.path().join(INDEX_NAME)).unwrap());
+    check(&index_in(folder.path(), index));
     let recovered =
         checkpoint::recover(folder.path(), None, &RecoverOptions::default(), &control).unwrap();
-    check(&Index::from_bytes(recovered, &folder.path().join(INDEX_NAME)).unwrap());
+    check(&index_in(folder.path(), recovered));
     Done { reused, problems: problems.iter().map(ToString::to_string).collect() }
 }
 

@@ -9,11 +9,11 @@ use tempfile::tempdir;
 
 use super::super::WriteIo;
 use super::super::testing::{
-    INFO, Recorder, assert_saved, content, contents, create, create_on, names_in, odd_names, parts,
-    rows, save, saves, value, whole,
+    INFO, Recorder, assert_saved, content, contents, create, create_on, index_in, names_in,
+    odd_names, parts, rows, save, saves, value, whole,
 };
 use super::*;
-use crate::format::{INDEX_NAME, Index};
+use crate::format::Index;
 use crate::store::Buffer;
 use crate::store::disk::{Call, Disk, Hook};
 use crate::write::jobs::to_usize;
@@ -59,7 +59,7 @@ fn few() -> Vec<SaveItem> {
 }
 
 fn finish(save: Save, dir: &Path) -> Index {
-    Index::from_bytes(save.finish(&Control::new()).unwrap(), &dir.join(INDEX_NAME)).unwrap()
+    index_in(dir, save.finish(&Control::new()).unwrap())
 }
 
 /// Each call writes one block of every item.
@@ -268,10 +268,7 @@ fn interrupted_short_and_refused_writes_are_completed() {
                 Recorder { most: Some(most), fault: Some((9, libc::EINTR)), ..Recorder::default() };
             let dir = tempdir().unwrap();
             let (_, result) = recorded(recorder, dir.path(), io);
-            assert_saved(
-                &Index::from_bytes(result.unwrap(), &dir.path().join(INDEX_NAME)).unwrap(),
-                &few(),
-            );
+            assert_saved(&index_in(dir.path(), result.unwrap()), &few());
         }
     }
 }
@@ -284,10 +281,7 @@ fn a_file_system_that_refuses_direct_writes_gets_buffered_ones() {
         dir.path(),
         WriteIo::Direct,
     );
-    assert_saved(
-        &Index::from_bytes(result.unwrap(), &dir.path().join(INDEX_NAME)).unwrap(),
-        &few(),
-    );
+    assert_saved(&index_in(dir.path(), result.unwrap()), &few());
 }
 
 #[test]

@@ -197,7 +197,12 @@ pub(crate) fn save(
 ) -> Index {
     let save = create(dir, items.to_vec(), info, options).unwrap();
     save.write(&parts(&contents(items)), &Control::new()).unwrap();
-    Index::from_bytes(save.finish(&Control::new()).unwrap(), &dir.join(INDEX_NAME)).unwrap()
+    index_in(dir, save.finish(&Control::new()).unwrap())
+}
+
+/// The index of a save into a folder, of its bytes.
+pub(crate) fn index_in(dir: &Path, bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> Index {
+    Index::from_bytes(bytes, &dir.join(INDEX_NAME)).unwrap()
 }
 
 /// Checks every byte, digest and length in an index of these items.

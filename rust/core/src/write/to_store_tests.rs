@@ -8,9 +8,9 @@ use tempfile::tempdir;
 
 use super::*;
 use crate::StorageFault;
-use crate::format::{INDEX_NAME, Index, PAYLOAD_ALIGNMENT, Value};
+use crate::format::{PAYLOAD_ALIGNMENT, Value};
 use crate::write::testing::{
-    INFO, MemoryStore, Objects, assert_saved, contents, parts, saves, value, whole,
+    INFO, MemoryStore, Objects, assert_saved, contents, index_in, parts, saves, value, whole,
 };
 use crate::write::{Part as Piece, Save};
 
@@ -40,7 +40,7 @@ fn check(store: &MemoryStore, save: Save, items: &[SaveItem]) {
     for (path, bytes) in store.0.files.lock().unwrap().iter() {
         fs::write(dir.path().join(path.file_name().unwrap()), bytes).unwrap();
     }
-    assert_saved(&Index::from_bytes(index, &dir.path().join(INDEX_NAME)).unwrap(), items);
+    assert_saved(&index_in(dir.path(), index), items);
 }
 
 /// Lengths that share parts, span several, and begin new ones.

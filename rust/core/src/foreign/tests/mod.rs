@@ -1,5 +1,12 @@
 //! Foreign checkpoints: whole, damaged and hostile.
 
+/// Asserts that an error is of a kind, and that its message has a part.
+macro_rules! assert_error {
+    ($error:ident, $kind:pat, $part:expr) => {
+        assert!(matches!($error, $kind) && $error.to_string().contains($part), "{}", $error);
+    };
+}
+
 mod hostile;
 mod pickles;
 mod safetensors;

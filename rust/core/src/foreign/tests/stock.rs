@@ -103,7 +103,7 @@ fn stock_checkpoints_of_all_releases_read_the_same_bytes() {
 fn a_rank_local_checkpoint_opens_for_a_rank() {
     let folder = fixtures().join("torch-2.15.0/rank_local");
     let e = refusal(&folder, None);
-    assert!(matches!(&e, Error::NotFound { .. }) && e.to_string().contains("rank-local"), "{e}");
+    assert_error!(e, Error::NotFound { .. }, "rank-local");
     for rank in 0..2_u8 {
         let index = open(&folder, Some(rank.into())).unwrap();
         let checkpoint = OpenOptions::new().rank(rank.into()).open(&folder).unwrap();
