@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 import warnings
 from contextlib import redirect_stdout
@@ -325,6 +326,7 @@ def test_damaged_copy_of_a_lost_file_comes_from_the_next_place(tmp_path, where):
 def load_while_a_rank_fails(base, root, how, victim):
     """Once all ranks know who sends, the files of one rank break, or its search for sources."""
     from dcp_rs.engine.peer_reads import PeerReads
+    from dcp_rs.transfer.load import Load
 
     begin, search = PeerReads.__init__, PeerReads.source_of
 
@@ -338,9 +340,14 @@ def load_while_a_rank_fails(base, root, how, victim):
             raise OSError("the search failed")
         return search(self, chunk)
 
+    def fail_to_read(self, number):
+        raise OSError("the read failed")
+
     if dist.get_rank() == victim:
         if how in ("short", "missing"):
             PeerReads.__init__ = begin_and_break
+        elif how == "own read":
+            Load.run = fail_to_read
         else:
             PeerReads.source_of = fail
     manager = manager_of(base, root)
@@ -353,9 +360,37 @@ def load_while_a_rank_fails(base, root, how, victim):
     return None
 
 
+def load_with_slow_peers(base, root):
+    """No rank begins to send before it has read its own part."""
+    from dcp_rs.engine.peer_reads import PeerReads
+    from dcp_rs.transfer.load import Load
+
+    has_read, run, fill = threading.Event(), Load.run, PeerReads.fill
+
+    def run_and_tell(self, number):
+        run(self, number)
+        has_read.set()
+
+    def wait_and_fill(self, targets):
+        assert has_read.wait(20)
+        fill(self, targets)
+
+    Load.run, PeerReads.fill = run_and_tell, wait_and_fill
+    return resume(base, root)[0]
+
+
+def test_ranks_read_while_they_send(tmp_path):
+    base, root = tmp_path / "nodes", tmp_path / "root"
+    ranks(3, save, base=base, root=root, steps=[1, 2], copies=1, upload_every=9)
+    shutil.rmtree(base / "node0")
+    given = {"base": base, "root": root}
+    outcomes = rank_outcomes(3, call, load_with_slow_peers, given, fresh=True)
+    assert [outcome.value for outcome in outcomes] == [2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("how", "victim"),
-    [("short", 1), ("missing", 1), ("at once", 0), ("at once", 1), ("later", 0)],
+    [("short", 1), ("missing", 1), ("at once", 0), ("at once", 1), ("later", 0), ("own read", 1)],
 )
 def test_no_rank_waits_for_one_that_fails_while_ranks_send(tmp_path, how, victim):
     base, root = tmp_path / "nodes", tmp_path / "root"
@@ -369,7 +404,7 @@ def test_no_rank_waits_for_one_that_fails_while_ranks_send(tmp_path, how, victim
             assert "there is no step 2 in" in why
             assert "on the nodes: step-2: some of its files are nowhere" in notes
         else:
-            assert why == "the search failed"
+            assert why == ("the read failed" if how == "own read" else "the search failed")
     assert time.monotonic() - before < 60
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -671,10 +672,12 @@ def _read_with_peers(
         return passes, [part for part in parts if part.place in sent]
 
     passes, parts = ranks.run(prepare)
-    peers.fill(parts)
+    with ThreadPoolExecutor(1) as pool:  # it ends first, so that no rank waits for this one
+        sending = pool.submit(peers.fill, parts)
+        fill(index, [p for p in parts if peers.source_of(p.index) is None], options, counts)
+        _run(job, passes)
+        sending.result()
     counts.add(peers.counts)
-    fill(index, [p for p in parts if peers.source_of(p.index) is None], options, counts)
-    _run(job, passes)
 
 
 # --- step 3: hand over ----------------------------------------------------------------------------
