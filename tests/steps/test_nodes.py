@@ -155,7 +155,7 @@ def test_copies_are_on_the_next_node(tmp_path):
 
 @pytest.mark.parametrize("gone", [0, 1, 3])
 def test_node_that_lost_its_disk_gets_its_files_from_others(tmp_path, server, gone):
-    base, at = tmp_path / "nodes", on_store(server)
+    base, at, server.page = tmp_path / "nodes", on_store(server), 1_000
     ranks(4, save, base=base, steps=[1, 2], copies=1, upload_every=2, **at)
     shutil.rmtree(base / f"node{gone}")
     server.requests.clear()
@@ -163,6 +163,7 @@ def test_node_that_lost_its_disk_gets_its_files_from_others(tmp_path, server, go
         assert found == 2
         assert wanted
         assert bool(from_node) == (rank != gone)
+    assert len(server.requests) == 6  # as docs/design/023-local-disks.md says
     assert not got_data(server)
     # Its tensors were filled by other ranks: nothing went over its disk.
     assert steps_at(base / f"node{gone}") == ["step-2"]

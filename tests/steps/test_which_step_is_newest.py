@@ -171,9 +171,9 @@ def test_save_looks_at_few_steps(run, monkeypatch, policies):
         loaded(manager)
         manager.save(31, state_of(31))
         listed = []
-        names, look = FolderStepStore._names, FolderStepStore._list
+        names, look = FolderStepStore.names, FolderStepStore._list
         monkeypatch.setattr(
-            FolderStepStore, "_names", lambda root: listed.append("root") or names(root)
+            FolderStepStore, "names", lambda root: listed.append("root") or names(root)
         )
         monkeypatch.setattr(
             FolderStepStore,

@@ -207,7 +207,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         for step in old:
             if not is_exempt(step.number):
                 self._root.set_aside(step.number)
-        for path in self._root.set_aside_before():  # also those that a killed process left
+        for path in self._root.aside(self._root.names()):  # also those that a killed process left
             self.purge_queue.put(os.fspath(path))
 
     def _close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -375,7 +375,7 @@ class Coordinator:
 
     def take_over(self) -> None:
         """Begin a run at the root, if it exists and can be written to."""
-        if not self._store.is_there():
+        if not self._store.names():
             return  # the first save takes over
         try:
             self._store.take_over()
@@ -414,9 +414,10 @@ class Coordinator:
                     "from here, its steps count as newer"
                 )
             return found, []
-        self._check_root()
+        names = self._store.names()
+        self._check_root(names)
         skipped: list[SkippedStep] = []
-        for found in map(self._restore_index, self._store.newest(misnamed=True)):
+        for found in map(self._restore_index, self._store.newest(names, misnamed=True)):
             if isinstance(found, Step):
                 if found.number not in damaged:
                     return found, skipped
@@ -453,18 +454,18 @@ class Coordinator:
             return None  # the caller named the step, whatever else there is
         return None if newest is None or newest.number == step else newest.number
 
-    def _check_root(self) -> None:
+    def _check_root(self, names: Sequence[str]) -> None:
         """Note names that look like steps. Raise for a root that is no folder of steps.
 
         Raises:
             CheckpointNotFoundError: it is a checkpoint itself, or a dangling link.
         """
-        if why := self._store.why_no_run():
+        if why := self._store.why_no_run(names):
             raise CheckpointNotFoundError(f"{self._store.path} {why}", path=self._store.path)
-        if strangers := self._store.look_alikes():
-            names = ", ".join(strangers[:3]) + (", …" if len(strangers) > 3 else "")
+        if strangers := self._store.look_alikes(names):
+            some = ", ".join(strangers[:3]) + (", …" if len(strangers) > 3 else "")
             self.problems.append(
-                f"these look like steps, and are not looked at: {names}. If they are, pass the "
+                f"these look like steps, and are not looked at: {some}. If they are, pass the "
                 "folder that they are in, and step_name=, such as step_name='iter_{:07d}'"
             )
 

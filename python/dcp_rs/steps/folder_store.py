@@ -54,7 +54,8 @@ class FolderStepStore(StepStore):
 
     # --- files
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """Return the names in the root. See :class:`StepStore`."""
         try:
             return _retry(lambda: os.listdir(self.path))  # noqa: PTH208  # names alone
         except FileNotFoundError:
@@ -105,18 +106,18 @@ class FolderStepStore(StepStore):
 
     # --- looking
 
-    def why_no_run(self) -> str | None:
+    def why_no_run(self, names: Sequence[str]) -> str | None:
         """Return why the root cannot be the folder of a run. See :class:`StepStore`."""
         if self.path.is_symlink() and not self.path.exists():
             return f"is a dangling link to {self.path.readlink()}"
-        return super().why_no_run()
+        return super().why_no_run(names)
 
-    def look_alikes(self) -> list[str]:
+    def look_alikes(self, names: Sequence[str]) -> list[str]:
         """Return names that look like steps. See :class:`StepStore`.
 
         Without any step in the root, names of steps in its folders are among them.
         """
-        found, names = super().look_alikes(), self._names()
+        found = super().look_alikes(names)
         if not any(map(self._pattern.fullmatch, names)):
             for name in names:
                 with suppress(OSError):  # it is no folder, or cannot be listed
@@ -229,10 +230,6 @@ class FolderStepStore(StepStore):
         if self.fsync:
             sync(self.path)  # a power failure must not undo the rename after files were deleted
         return doomed
-
-    def set_aside_before(self) -> list[Path]:
-        """Return the folders that were set aside and still exist."""
-        return self.aside(self._names())
 
     def aside(self, names: Iterable[str]) -> list[Path]:
         """Return the folders that were set aside. See :meth:`StepStore.aside`."""

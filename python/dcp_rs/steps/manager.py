@@ -818,7 +818,7 @@ class CheckpointManager:
             elif not nodes.repair(choice, reasons[0]) and is_partial:
                 raise CorruptDataError(reasons[0], path=self.path(choice.step))
         self._end_load(choice, went_back=step is not None)
-        if nodes is not None:
+        if nodes is not None and choice.step is not None:
             nodes.resume_uploads(choice.step)
         return choice.step
 

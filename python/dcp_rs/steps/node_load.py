@@ -17,7 +17,7 @@ from dcp_rs.checkpoint.locate import Routes, Tiers
 from dcp_rs.errors import CheckpointNotFoundError
 from dcp_rs.steps import notes
 from dcp_rs.steps.exchange import Transfer, send_files
-from dcp_rs.steps.nodes import Nodes, newer_than_root
+from dcp_rs.steps.nodes import Nodes, is_to_go_up, newer_than_root
 from dcp_rs.steps.step_store import SkippedStep, Step
 
 #: A data file: name and length.
@@ -59,11 +59,6 @@ class _Held:
     def age(self) -> tuple[tuple[bool, int], float]:
         """A key that sorts saves, the oldest first."""
         return self.step.age, self.step.committed
-
-    @property
-    def upload(self) -> bool:
-        """True if the step is to go to the root."""
-        return self.note is not None and self.note.upload is True and not self.step.is_superseded
 
     def is_older_than(self, at_root: Step) -> bool:
         """Return whether a step at the root counts as newer."""
@@ -336,25 +331,24 @@ class NodeLoad:
 
         return self._ranks.all_reduce(find_lacking, note)
 
-    def resume_uploads(self, last: int | None) -> None:
+    def resume_uploads(self, last: int) -> None:
         """Go on with the uploads that were begun, of steps up to ``last`` only."""
         due: list[Step] | None = None  # on the coordinator
 
         def plan() -> _Plan:
             nonlocal due
             if due is None:
-                saves = [save for save in self._saves() if save.upload]
-                due = [save.step for save in saves if save.step.number <= (last or 0)]
+                saves = [save for save in self._saves() if is_to_go_up(save.step, save.note)]
+                due = [save.step for save in saves if save.step.number <= last]
                 with suppress(OSError):
-                    due = newer_than_root(due, self._root_store)
+                    at_root = None if self._at_root is None else self._at_root[0]
+                    due = newer_than_root(due, self._root_store, at_root)
             while due:
                 if (found := self._plan(due[0], to_owners=True)) is not None:
                     return found
                 due = due[1:]  # it cannot become whole
             return Choice(None, []), [], True
 
-        if last is None:
-            return
         self._nodes.uploads.drop(range(last + 1, sys.maxsize))  # the run went back
         while (choice := self._bring(None, plan)).step is not None:
             due = (due or [])[1:]

@@ -21,6 +21,7 @@ from dcp_rs.options import local_ranks
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, check_save
 from dcp_rs.steps.exchange import Transfer, send_files
 from dcp_rs.steps.folder_store import FolderStepStore
+from dcp_rs.steps.notes import Note
 from dcp_rs.steps.ranks import ManagerRanks
 from dcp_rs.steps.retention import Policies
 from dcp_rs.steps.step_store import File, Files, Step, StepStore
@@ -94,7 +95,9 @@ def names_of_nodes(
     return [name for name in names if name is not None]
 
 
-def newer_than_root(saves: Sequence[Step], root: StepStore) -> list[Step]:
+def newer_than_root(
+    saves: Sequence[Step], root: StepStore, known: Step | None = None
+) -> list[Step]:
     """Return the saves after the newest of them that is at the root.
 
     Those before it were at the root, too, and may have been removed there.
@@ -102,15 +105,22 @@ def newer_than_root(saves: Sequence[Step], root: StepStore) -> list[Step]:
     Args:
         saves: the saves that are to go to the root, the oldest first.
         root: the steps at the root.
+        known: a step that is there.
 
     Raises:
         OSError: the root cannot be reached.
     """
     for place in reversed(range(len(saves))):
-        found = root.look_at(saves[place].number)
+        number = saves[place].number
+        found = known if known and known.number == number else root.look_at(number)
         if isinstance(found, Step) and found.save_id == saves[place].save_id:
             return list(saves[place + 1 :])
     return list(saves)
+
+
+def is_to_go_up(step: Step, note: Note | None) -> bool:
+    """Return whether a step on a node, given the note of its save, is to go to the root."""
+    return note is not None and note.upload is True and not step.is_superseded
 
 
 def bytes_at(lengths: Mapping[str, int], index: _core.Index) -> int:
@@ -365,7 +375,7 @@ class Nodes:
     def report(self) -> TierReport:
         """Look at the steps of this node and at the root."""
         steps = self.store.look().steps
-        behind = [step for step in steps if self._is_to_go_up(step)]
+        behind = [step for step in steps if is_to_go_up(step, self.store.note(step))]
         newest: Step | None = None
         there: dict[int, Mapping[str, int]] = {}
         with suppress(OSError):
@@ -382,10 +392,6 @@ class Nodes:
             uploaded_bytes=uploaded,
             pending_bytes=total - uploaded,
         )
-
-    def _is_to_go_up(self, step: Step) -> bool:
-        note = self.store.note(step)
-        return note is not None and note.upload is True and not step.is_superseded
 
     def warn(self) -> None:
         """Warn of the problems of this node."""

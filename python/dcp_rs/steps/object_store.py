@@ -58,7 +58,8 @@ class ObjectStepStore(StepStore):
 
     # --- files
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """Return the names in the root. See :class:`StepStore`."""
         return list(self._list([self.path])[0] or {})
 
     def _list(self, folders: Sequence[Path]) -> list[Files | None]:

@@ -259,7 +259,7 @@ class StepStore(ABC):
     # --- files
 
     @abstractmethod
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
         """Return the names of the files and folders in the root."""
 
     @abstractmethod
@@ -301,9 +301,9 @@ class StepStore(ABC):
         found = [(self._pattern.fullmatch(name), name) for name in names]
         return sorted((int(match[1]), name) for match, name in found if match is not None)
 
-    def look_alikes(self) -> list[str]:
+    def look_alikes(self, names: Sequence[str]) -> list[str]:
         """Return names in the root that look like those of steps, and do not fit ``step_name``."""
-        found = [name for name in self._names() if not self._pattern.fullmatch(name)]
+        found = [name for name in names if not self._pattern.fullmatch(name)]
         return sorted(filter(_LOOKS_LIKE_A_STEP.fullmatch, found))
 
     def supersede(self, save_ids: Iterable[str], by: tuple[int, str] | None = None) -> None:
@@ -329,7 +329,7 @@ class StepStore(ABC):
         Args:
             names: the names in the root, if they are known.
         """
-        if notes.OLDER_NAME not in (self._names() if names is None else names):
+        if notes.OLDER_NAME not in (self.names() if names is None else names):
             return set()
         (data,) = self._read([self.path / notes.OLDER_NAME])
         try:
@@ -347,7 +347,7 @@ class StepStore(ABC):
     def is_run(self, *, checkpoint: bool = False) -> bool:
         """Return whether the root has steps, and unless ``checkpoint`` is none itself."""
         try:
-            names = self._names()
+            names = self.names()
             if not checkpoint and (INDEX_NAME in names or STOCK_NAME in names):
                 return False
             steps = filter(self._pattern.fullmatch, names)
@@ -357,7 +357,7 @@ class StepStore(ABC):
 
     def other_checkpoints(self) -> list[str]:
         """Return the names of checkpoints in the root that are no steps; "." for the root."""
-        names = self._names()
+        names = self.names()
         if not MARKS.isdisjoint(names):
             return ["."]
         others = [name for name in names if not self._pattern.fullmatch(name)][:_OTHERS]
@@ -365,18 +365,14 @@ class StepStore(ABC):
         found = [n for n, files in zip(others, listed, strict=True) if MARKS & (files or {}).keys()]
         return sorted(found)[:6]
 
-    def why_no_run(self) -> str | None:
-        """Return why the root cannot be the folder of a run; None if it can."""
-        if {INDEX_NAME, STOCK_NAME} & set(self._names()) and not self.is_run(checkpoint=True):
+    def why_no_run(self, names: Sequence[str]) -> str | None:
+        """Return why the root, with these names, cannot be the folder of a run; None if it can."""
+        if {INDEX_NAME, STOCK_NAME} & set(names) and not self.is_run(checkpoint=True):
             return (
                 "is a checkpoint itself, and no folder of steps: pass the folder above it, or load "
                 "it with dcp_rs.load"
             )
         return None
-
-    def is_there(self) -> bool:
-        """Return whether the root exists, and is not empty."""
-        return bool(self._names())
 
     def look(self, *, since: int = 0, recall: bool = False) -> Listing:
         """Look at the steps.
@@ -388,7 +384,7 @@ class StepStore(ABC):
         Raises:
             OSError: the root cannot be listed.
         """
-        names = self._names()
+        names = self.names()
         # The thread of the saves looks as well: the dict must not change meanwhile.
         known = dict(self._known)
         recalled, numbers, misnamed = [], [], []
@@ -427,16 +423,19 @@ class StepStore(ABC):
         """
         return self._look_at_some([number])[number]
 
-    def newest(self, *, misnamed: bool = False) -> Iterator[Step | SkippedStep]:
+    def newest(
+        self, names: Sequence[str] | None = None, *, misnamed: bool = False
+    ) -> Iterator[Step | SkippedStep]:
         """Look at one step after the other, the newest first.
 
         Args:
+            names: the names in the root, if they are known.
             misnamed: also return checkpoints whose name has a number in another form.
 
         Raises:
             OSError: as :meth:`look_at`.
         """
-        names = self._names()
+        names = self.names() if names is None else names
         older, superseded = [], self.superseded(names)
         for number, name in reversed(self._numbered(names)):
             if name == self.folder(number).name:
