@@ -833,6 +833,21 @@ def test_invalid_options(tmp_path, options, error):
         CheckpointManager(tmp_path / "r", no_dist=True, **{"local": tmp_path / "n", **options})
 
 
+def test_load_takes_no_options_of_the_manager(tmp_path, server):
+    made = {"local": tmp_path / "n", "storage_options": server.options(), "no_dist": True}
+    with CheckpointManager(server.url("run"), **made) as manager:
+        manager.save(1, {"w": torch.ones(3)})
+        for load in (
+            manager.load,
+            lambda state, **own: manager.load_training_state(**own, **state),
+        ):
+            state = {"model": torch.nn.Linear(1, 1)}
+            with pytest.raises(TypeError, match="leave tiers= out"):
+                load(state, tiers=[tmp_path])
+            with pytest.raises(TypeError, match="give storage_options= to CheckpointManager"):
+                load(state, storage_options=server.options())
+
+
 # --- the root, behind
 
 

@@ -709,6 +709,7 @@ class CheckpointManager:
 
         def check() -> None:
             check_arguments(CheckpointManager.load, read_options)
+            self._check_places(read_options)
             if isinstance(step, Mapping):
                 raise TypeError("the state dict comes first, then the step")
 
@@ -757,6 +758,7 @@ class CheckpointManager:
 
         def check() -> None:
             check_arguments(CheckpointManager.load_training_state, options)
+            self._check_places(options)
 
         self._meet(process_group)
 
@@ -821,6 +823,14 @@ class CheckpointManager:
         if nodes is not None and choice.step is not None:
             nodes.resume_uploads(choice.step)
         return choice.step
+
+    def _check_places(self, options: Mapping[str, Any]) -> None:
+        """Raise a ``TypeError`` if options of a load say where data is, and the manager knows."""
+        if "storage_options" in options and "storage_options" in self._store.access:
+            raise TypeError("give storage_options= to CheckpointManager, not to a load")
+        if "tiers" in options and self._nodes is not None:
+            msg = "leave tiers= out: a manager with local= reads from the folders of its nodes"
+            raise TypeError(msg)
 
     def _attempt(
         self, load: Callable[[], LoadReport | None], *, is_final: bool, is_only: bool
