@@ -110,7 +110,7 @@ _LOADERS = [
     for name, called in (
         ("safetensors (pre-release) load_file 0.9.0rc1", "safetensors 0.9.0rc1"),
         ("fastsafetensors 0.5.0", ""),
-        ("Run:ai model streamer 0.17.0", ""),
+        ("Run:ai model streamer 0.17.1", ""),
         ("flashpack 0.4.5", ""),
         ("tensorizer 2.12.1", ""),
     )
