@@ -116,6 +116,23 @@ def test_a_planner_that_raises_on_one_rank(saved, method):
         assert (rank, type(cause), cause.tensor) == (1, PlanError, "w")
 
 
+class OwnPlanner(DefaultLoadPlanner):
+    """Torch's driver runs it."""
+
+
+def load_with_an_own_planner_on(path, rank):
+    load_with(path, OwnPlanner() if dist.get_rank() == rank else None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_planner_of_ones_own_on_one_rank(saved, rank):
+    outcomes = rank_outcomes(2, load_with_an_own_planner_on, saved, rank, timeout=30)
+    error = outcomes[1 - rank].error
+    assert type(error) is PlanError
+    assert "make the same calls on all ranks" in str(error)
+    assert outcomes[rank].error is not None
+
+
 def load_value(path, as_torch_does):
     if as_torch_does:
         dcp.load({"value": None}, storage_reader=RsReader(path))

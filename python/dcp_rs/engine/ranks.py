@@ -145,7 +145,7 @@ class RankGroup:
             mine.reply = _dumps(work())
         replies = self._all_gather(mine.reply)
         self._raise_failures(_failures(replies))
-        return [pickle.loads(reply) for reply in replies]  # noqa: S301  # sent by this job
+        return [_unpickled(reply) for reply in replies]
 
     def broadcast(self, work: Callable[[], T]) -> T:
         """Call ``work`` on the coordinator. Return its result on all ranks."""
@@ -244,14 +244,14 @@ class RankGroup:
         if failures := _failures(replies):
             return failures
         with self._attempt() as mine:
-            mine.reply = work([pickle.loads(reply) for reply in replies])  # noqa: S301  # as above
+            mine.reply = work([_unpickled(reply) for reply in replies])
         made: T | _Failure = mine.reply
         return {self.rank: made} if isinstance(made, _Failure) else made
 
     def _loads(self, reply: bytes | dict[int, _Failure]) -> Any:
         """Unpickle the coordinator's reply, or raise the failures in it."""
         if not isinstance(reply, dict):
-            return pickle.loads(reply)  # noqa: S301  # as above
+            return _unpickled(reply)
         return self._raise_failures(reply)
 
     def _raise_failures(self, failures: dict[int, _Failure]) -> None:
@@ -409,6 +409,21 @@ def check_group(group: Any) -> None:
 def _failures(replies: list[Any]) -> dict[int, _Failure]:
     """Return the failures among the replies of all ranks, by rank."""
     return {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, _Failure)}
+
+
+def _unpickled(message: Any) -> Any:
+    """Unpickle what another rank sent.
+
+    Raises:
+        PlanError: it is not of such a step.
+    """
+    if not isinstance(message, bytes):
+        msg = (
+            "another rank is in another call of torch.distributed: make the same calls on all "
+            "ranks, with planners and readers of the same class"
+        )
+        raise PlanError(msg)
+    return pickle.loads(message)  # noqa: S301  # sent by this job
 
 
 def _dumps(value: Any) -> bytes:
