@@ -746,7 +746,7 @@ def test_steps_command_shows_where_each_step_is(tmp_path):
     ]
 
 
-def test_inspect_shows_which_nodes_have_each_file(tmp_path):
+def test_inspect_shows_which_nodes_have_each_file(tmp_path, monkeypatch):
     from dcp_rs.cli import main
 
     root, base = tmp_path / "root", tmp_path / "nodes"
@@ -766,6 +766,8 @@ def test_inspect_shows_which_nodes_have_each_file(tmp_path):
         names = [path.name for path in data_files(base / "node1" / place.name)]
         where = {names[0]: nodes, names[1]: nodes if place.parent == root else nodes[1:]}
         assert {file["name"]: file["nodes"] for file in files} == where
+    monkeypatch.chdir(root / "step-1")
+    assert [file["nodes"] for file in json.loads(run(".", "--json"))["files"]] == [nodes, nodes]
     shown = [line.split() for line in run(str(base / "node0" / "step-2")).splitlines()]
     assert [line[-3:] for line in shown if first in line] == [[first, f"{nodes[0]},", nodes[1]]]
     assert [line[-2:] for line in shown if second in line] == [[second, nodes[1]]]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs import _core
-from dcp_rs._url import StrPath, location
+from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.entries import TensorInfo, describe
 from dcp_rs.checkpoint.locate import Tiers, open_index
 from dcp_rs.checkpoint.names import every, hint, natural
@@ -77,7 +77,8 @@ class Contents:
         local: Sequence[Path] = (),
     ) -> None:
         self.path = location(path)
-        steps = {str(folder): folder / self.path.name for folder in local}
+        name = absolute(self.path).name  # the path may be a dot
+        steps = {str(folder): folder / name for folder in local}
         self.index = index = open_index(
             path,
             rank=rank,
