@@ -22,7 +22,7 @@ PACKAGE = str(Path(dcp_rs.__file__).parent)
 
 
 def entered(call: Callable[[], Any]) -> tuple[dict[CodeType, int], int]:
-    """Return the functions of the package that a call enters, with the depth of their first calls, and the greatest depth."""
+    """Return the functions that a call enters, each with its first depth, and the greatest depth."""
     seen: dict[CodeType, int] = {}
     depth = deepest = 0
 

@@ -216,7 +216,7 @@ def test_a_save_that_fails_in_a_callback_of_one_does_not_wait_for_itself(tmp_pat
 
 @pytest.fixture
 def places(monkeypatch):
-    """Where what is saved lies. A save of a negative number fails."""
+    """Addresses of the tensors that saves read. A save of a negative number fails."""
     places, real = [], engine_save.plan_locally
 
     def look(selected, *arguments, **options):

@@ -101,7 +101,7 @@ def test_training_state_is_saved_and_resumed(root):
 
 @pytest.fixture
 def meanwhile(monkeypatch):
-    """What happens after a save began, and before it writes: functions for the next saves."""
+    """Functions that the next saves call after they began, and before they write."""
     happens, real = [], engine_save.write_files
 
     def write(*arguments, **options):

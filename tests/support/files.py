@@ -1,4 +1,4 @@
-"""What may happen to a file: a bit flips, and its pages leave the page cache."""
+"""Damage a file by a bit, and drop its pages from the page cache."""
 
 from __future__ import annotations
 

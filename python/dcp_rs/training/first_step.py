@@ -26,7 +26,7 @@ def with_state(optimizer: Optimizer, *, needed: bool) -> Iterator[bool]:
         needed: make that state.
 
     Yields:
-        Whether the optimizer has its state: it had some, or could make such a step.
+        True if the optimizer has its state: it had some, or could make such a step.
     """
     if optimizer.state or not needed:
         yield needed
