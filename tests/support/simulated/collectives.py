@@ -42,9 +42,9 @@ sent: list[int] = [0]
 
 
 class _Simccl(Backend):
-    supports_coalescing = (
-        False  # the binding's own property asks the Python object, which asks the property
-    )
+    # The bindings' own properties ask the Python object, which asks the property, without an end.
+    supports_coalescing = False
+    options = Backend.Options("simccl")
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
