@@ -247,3 +247,62 @@ def test_what_rides_along_loads_over_keys_of_equal_text(ckpt):
     loaded = {"counts": {1: 0, "1": 0}}
     load_training_state(ckpt, model, (), loaded)
     assert loaded == {"counts": {1: 5}}
+
+
+def schedulers(optimizer, last=4):
+    """Schedulers that know their steps by number."""
+    lr = torch.optim.lr_scheduler
+    chain = [lr.MultiStepLR(optimizer, [2, 2, last], 0.5), lr.ExponentialLR(optimizer, 0.9)]
+    steps = lr.MultiStepLR(optimizer, [3, last], 0.5)
+    parts = [lr.MultiStepLR(optimizer, [1, 3], 0.5), lr.MultiStepLR(optimizer, [1, last], 0.1)]
+    return {
+        "alone": steps,
+        "chain": lr.ChainedScheduler(chain, optimizer),
+        "parts": lr.SequentialLR(optimizer, parts, [2]),
+    }
+
+
+def state_by_stock(path, state):
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def state_converted_to_stock(path, state):
+    dcp_rs.save(state, f"{path}.native", fsync=False)
+    dcp_rs.convert(f"{path}.native", path, to="dcp", skip_unsupported=True)
+
+
+@pytest.mark.parametrize("last", [4, 5])
+@pytest.mark.parametrize("name", ["alone", "chain", "parts"])
+@pytest.mark.parametrize("save", [state_by_stock, state_converted_to_stock])
+def test_scheduler_from_a_stock_checkpoint_finds_its_steps(ckpt, save, name, last):
+    """DCP stores its numbers as text, and the rate stayed what it was: no step has the number "4"."""
+
+    def rates(optimizer, scheduler, steps):
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            yield optimizer.param_groups[0]["lr"]
+
+    def job(last):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return model, optimizer, schedulers(optimizer, last)[name]
+
+    with quiet():
+        model, optimizer, scheduler = job(4)
+        list(rates(optimizer, scheduler, 1))
+        extra = {"scheduler": scheduler.state_dict()}
+        save(ckpt, state_of(model, optimizer) | {"extra": extra})
+        resumed, its_optimizer, its_scheduler = job(last)
+        load_training_state(ckpt, resumed, its_optimizer, {"scheduler": its_scheduler})
+        assert_state_equal(its_scheduler.state_dict(), scheduler.state_dict())
+        assert [*rates(its_optimizer, its_scheduler, 5)] == [*rates(optimizer, scheduler, 5)]
+
+
+def test_plain_entries_from_a_stock_checkpoint_keep_their_keys(ckpt):
+    model = small()[0]
+    extra = {"seen": {0: 1.5, 12: 2.5}, "list": [{"a": {3: 1.5}}], "named": {"1": 1}}
+    dcp.save({"model": model.state_dict(), "extra": extra}, checkpoint_id=ckpt, no_dist=True)
+    loaded = {"seen": {0: 0.0}, "list": [{"a": {3: 0.0}}], "named": {"1": 0}}
+    load_training_state(ckpt, model, (), loaded)
+    assert loaded == extra

@@ -24,7 +24,7 @@ from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.training.names import unwrapper
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import SavedTree, as_text, build_tree, join
+from dcp_rs.training.saved_tree import SavedTree, as_in, as_text, build_tree, join
 from dcp_rs.training.schedulers import GroupPlaces
 
 #: The key of these entries in the checkpoint.
@@ -264,7 +264,7 @@ class SavedValue:
                 partial_load.report.excluded += tree.paths
                 tree.paths.clear()
             self.is_loaded = bool(tree.paths)
-        self._tree = tree
+        self._tree, self._own = tree, own
         self._containers = partial_load.remaining(tree, whole)
         tensors = _tensors(own)
         self.template: dict[str, torch.Tensor | None] = {}
@@ -285,7 +285,8 @@ class SavedValue:
         leaves = [(None, path, leaf) for path, leaf in self._kept.items()] + [
             (self._tree.positions[key], path, loaded[key]) for key, path in self._tree.paths.items()
         ]
-        return build_tree(leaves, self._containers)
+        state = build_tree(leaves, self._containers)
+        return state if self._tree.is_exact else as_in(self._own, state)
 
 
 class SavedExtra:

@@ -27,7 +27,7 @@ from dcp_rs.training.optimizers import (
 )
 from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_optimizers import SavedOptimizers
-from dcp_rs.training.saved_tree import join
+from dcp_rs.training.saved_tree import as_in, join
 from dcp_rs.training.schedulers import GroupPlaces
 from dcp_rs.training.settings import KeepSettings, check_kept
 from dcp_rs.training.sources import MODEL
@@ -218,14 +218,14 @@ class OptimizerLoad:
                 dtype = self._dtypes.get(name)
                 if name in values and dtype is not None and value.dtype != dtype:
                     value = value.to(dtype)
-                # DCP stores every key as text.
-                own = path if tree.is_exact else _with_keys_of(slot.made, path)
-                leaves.append((tree.positions[name], (slot.fqn, *own), value))
+                leaves.append((tree.positions[name], (slot.fqn, *path), value))
             containers += [
                 Container(c.position, (slot.fqn, *c.path), c.kind)
                 for c in self._partial.remaining(tree, f"{self._saved.prefix}.{slot.key}")
             ]
-        return nest(leaves, containers)
+        states = nest(leaves, containers)
+        inexact = (slot for slot in slots if slot.fqn in states and not slot.tree.is_exact)
+        return states | {slot.fqn: as_in(slot.made, states[slot.fqn]) for slot in inexact}
 
 
 def _plain_state_dict(target: Target, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,18 +251,6 @@ def _fsdp1_state_dict(
             group=fsdp1_group(model),
         )
     return flat
-
-
-def _with_keys_of(state: Any, path: TreePath) -> TreePath:
-    """Return the path with the keys of the state in place of their text."""
-    found: list[Any] = []
-    for part in path:
-        key = part
-        if isinstance(state, Mapping) and type(part) is str and part not in state:
-            key = next(((key,) for key in state if str(key) == part), part)
-        found.append(key)
-        state = get_at(state, (key,))
-    return tuple(found)
 
 
 def _places_steps(optimizer: Optimizer) -> bool:

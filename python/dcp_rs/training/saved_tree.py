@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.metadata import planner_data
 from dcp_rs.engine.matching import EntryInfo, find_entries
-from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, text_path
+from dcp_rs.tensors.nesting import Container, TreePath, like, name_of, nest, text_path
+
+_INTEGER = re.compile(r"-?[1-9][0-9]*|0")
 
 
 @dataclass(slots=True)
@@ -146,6 +150,22 @@ def build_tree(
     lower = [Container(c.position, ("", *c.path), c.kind) for c in containers]
     nested = nest(((position, ("", *path), value) for position, path, value in leaves), lower)
     return nested.get("", {})
+
+
+def as_in(own: Any, saved: Any) -> Any:
+    """Return a saved tree with the keys and kinds of mappings of ``own``, which DCP does not store.
+
+    Among keys that are all integers, a saved key that ``own`` lacks is one, too.
+    """
+    if isinstance(own, Mapping) and type(saved) is dict:
+        keys = {str(key): key for key in own}
+        if own and all(type(key) is int for key in own):
+            keys = {text: int(text) for text in saved if _INTEGER.fullmatch(text)} | keys
+        found = ((text if text in own else keys.get(text, text), text) for text in saved)
+        return like(own, ((key, as_in(own.get(key), saved[text])) for key, text in found))
+    if type(own) is list and type(saved) is list:
+        return [as_in(*pair) for pair in zip_longest(own[: len(saved)], saved)]
+    return saved
 
 
 def path_of(key: str) -> tuple[str, ...]:

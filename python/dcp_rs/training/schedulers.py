@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dcp_rs.tensors.nesting import like
+
 #: The lists of torch's schedulers that have an entry for each group of the optimizer.
 _BY_GROUP = {
     *("base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas"),
@@ -31,12 +33,13 @@ class GroupPlaces:
         The state of a scheduler of schedulers contains theirs.
         """
         if isinstance(state, Mapping):
-            return {
-                key: self._arranged(value)
+            arranged = (
+                self._arranged(value)
                 if key in _BY_GROUP and isinstance(value, list)
                 else self.arrange(value)
                 for key, value in state.items()
-            }
+            )
+            return like(state, zip(state, arranged, strict=True))
         if isinstance(state, list):
             return [self.arrange(value) for value in state]
         return state
