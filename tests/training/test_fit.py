@@ -109,6 +109,52 @@ def test_numbers_of_parameters_of_other_shapes(ckpt, steps):
     assert_state_equal(resumed.state_dict(), before)
 
 
+@pytest.mark.parametrize("order", ["abcd", "acbd", "dcba", "abc"])
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("save", ["native", "stock"])
+def test_lbfgs_has_one_vector_for_all_parameters(ckpt, save, steps, order):
+    """It went on in a wrong direction: the vector has the parameters in their order."""
+
+    def job(order):
+        model = Four()
+        params = [getattr(model, name) for name in order]
+        return model, torch.optim.LBFGS(params, lr=0.1, max_iter=2)
+
+    def go_on(model, optimizer, steps):
+        def closure():
+            optimizer.zero_grad()
+            x = torch.arange(4.0)
+            loss = (model(x) - 3).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            optimizer.step(closure)
+
+    model, optimizer = job("abcd")
+    go_on(model, optimizer, 3)
+    if save == "native":
+        save_training_state(ckpt, model, optimizer, fsync=False)
+    else:
+        with quiet():
+            states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+            dcp.save(states, checkpoint_id=ckpt, no_dist=True)
+    other, resumed = job(order)
+    go_on(other, resumed, steps)
+    before = resumed.state_dict()
+    if order == "abcd":
+        load_training_state(ckpt, other, resumed)
+        for each in (model, optimizer), (other, resumed):
+            go_on(*each, 2)
+        assert_state_equal(other.state_dict(), model.state_dict())
+        return
+    with pytest.raises(PlanError, match=r"in their order, and it was saved for a, b, c, d, and"):
+        load_training_state(ckpt, other, resumed)
+    report = load_training_state(ckpt, other, resumed, partial={"optimizer"})
+    assert report.missing == [f"optim.state.{name}" for name in order]
+    assert_state_equal(resumed.state_dict(), before)
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_state_of_another_shape(ckpt, steps):
     """It was taken, and the next step failed, or broadcast it."""

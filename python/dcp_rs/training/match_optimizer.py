@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from dcp_rs.checkpoint.names import explain_prefix
 from dcp_rs.errors import PlanError
@@ -37,6 +37,8 @@ from dcp_rs.training.sources import MODEL
 
 #: The state of a parameter that the checkpoint does not have.
 _NOTHING = SavedTree()
+#: The most parameters in a message.
+_NAMED = 8
 
 
 @dataclass
@@ -168,6 +170,8 @@ class OptimizerMatcher:
         ]
         known = {slot.fqn: slot for group in members for slot in group}
         self._check_known(known.values(), number)
+        if isinstance(optimizer, LBFGS):
+            self._check_order(list(known.values()))
         groups = self._match_groups(optimizer, members, number)
         needed = any(slot.tree.paths for slot in known.values())
         needed |= any(group.replaced() for group in groups)
@@ -230,6 +234,29 @@ class OptimizerMatcher:
             )
             raise PlanError(msg, tensor=missing[0])
         self._partial.report.missing += [f"{self._saved.prefix}.{fqn}" for fqn in missing]
+
+    def _check_order(self, slots: Sequence[Slot]) -> None:
+        """Leave the state of LBFGS, which is one of all its parameters, if their order is another.
+
+        Raises:
+            PlanError: it is another, and that is an error.
+        """
+        known = self._saved.settings
+        groups = {id(known[slot.key]) for slot in slots if slot.key in known}
+        saved = [key for key, settings in known.items() if id(settings) in groups]
+        if [slot.key for slot in slots] == saved or not self._saved.state:
+            return
+        if not self._partial.is_partial:
+            msg = (
+                "LBFGS keeps the state of all parameters in one vector, in their order, and it was "
+                f"saved for {_shown(saved)}, and not for {_shown([slot.key for slot in slots])}. "
+                "Pass the parameters in the saved order, or pass partial={'optimizer'} to keep the "
+                "state as it is"
+            )
+            raise PlanError(msg)
+        for slot in slots:
+            slot.stays = True
+            self._partial.report.missing.append(f"{self._saved.prefix}.{slot.fqn}")
 
     def _advice(self, missing: list[str], fqns: list[str]) -> str:
         """Return the end of a message about parameters that no saved optimizer has."""
@@ -378,6 +405,11 @@ class OptimizerMatcher:
             own = fsdp1_state(self._fsdp1, optimizer, number)["state"]
         for slot in slots:
             slot.own = slot.made if self._fsdp1 is None and not is_new else own.get(slot.fqn)
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _kinds(state: Any) -> set[str]:
