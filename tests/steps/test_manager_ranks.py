@@ -1,6 +1,7 @@
 """The checkpoint manager on several ranks: they agree on everything, and fail together."""
 
 import os
+import signal
 import time
 import warnings
 
@@ -12,7 +13,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import CheckpointManager
-from dcp_rs.errors import CheckpointExistsError, PlanError, RunTakenOverError, UnsupportedError
+from dcp_rs.errors import (
+    CheckpointExistsError,
+    DcpRsError,
+    PlanError,
+    RunTakenOverError,
+    UnsupportedError,
+)
 from support import rank_outcomes, run_ranks
 
 
@@ -322,3 +329,36 @@ def save_alone(root):
 
 def test_a_rank_by_itself(tmp_path):
     assert run_ranks(2, save_alone, tmp_path / "run") == [1, None]
+
+
+def make_managers(root):
+    """One rank after another gets an argument that is wrong."""
+    wrong = {
+        "keep_last": 0,
+        "save_every": -1,
+        "preemption": "SIGTERM",
+        "on_saved": 3,
+        "step_name": "step",
+        "reuse": 7,
+        "storage_options": {"region": "x"},
+        "local": "s3://bucket/run",
+        "keeps_last": 3,
+    }
+    signals = signal.getsignal(signal.SIGUSR1)
+    for number, (name, value) in enumerate(wrong.items()):
+        is_mine = dist.get_rank() == number % dist.get_world_size()
+        arguments = {"preemption": signal.SIGUSR1} | ({name: value} if is_mine else {})
+        began = time.monotonic()
+        with pytest.raises((TypeError, ValueError, DcpRsError)) as raised:
+            CheckpointManager(root, **arguments)
+        assert time.monotonic() - began < 30
+        assert any(f"raised on rank {number % 2}" in note for note in raised.value.__notes__)
+        assert signal.getsignal(signal.SIGUSR1) is signals, name
+    with CheckpointManager(root) as manager:
+        manager.save(1, state_of(1))
+        assert numbers(manager) == [1]
+
+
+def test_wrong_argument_of_one_rank_is_raised_on_all(tmp_path):
+    """The others waited for its group until the time limit of the process group."""
+    run_ranks(2, make_managers, tmp_path / "run", timeout=60)

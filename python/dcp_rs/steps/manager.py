@@ -54,12 +54,12 @@ from dcp_rs.steps.coordinator import (
     step_number,
 )
 from dcp_rs.steps.node_load import Choice, NodeLoad
-from dcp_rs.steps.nodes import Nodes, NodeStepStore, TierReport, names_of_nodes
+from dcp_rs.steps.nodes import Nodes, NodeStepStore, TierReport, name_of_node, names_of_nodes
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.ranks import ManagerRanks, save_of_others
 from dcp_rs.steps.retention import Policies, PolicyArguments
-from dcp_rs.steps.step_store import SkippedStep, Step
+from dcp_rs.steps.step_store import SkippedStep, Step, StepStore
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class CheckpointManager:
         preempted: whether a rank is to stop, as the ranks agreed in :meth:`should_save`.
 
     Raises:
-        ValueError: an invalid argument.
+        ValueError: an invalid argument, even on one rank only.
         TypeError: an unknown option; ``keep`` or ``on_saved`` is not a function.
         UnsupportedError: a URL of an unknown scheme; ``storage_options`` for a path of the file
             system.
@@ -179,6 +179,10 @@ class CheckpointManager:
                     break
         ```
     """
+
+    _policies: Policies
+    _write: WriteOptions
+    _store: StepStore
 
     @suggest_option
     def __init__(
@@ -208,25 +212,41 @@ class CheckpointManager:
         on_uploaded: Callable[[Path], object] | None = None,
         **options: Unpack[ManagerArguments],
     ) -> None:
-        given_options = take_options(CheckpointManager.__init__, options)
-        of_policies, of_write = split_options(given_options, Policies)
-        self._policies, self._write = Policies(**of_policies), WriteOptions(**of_write)
-        check_positive("save_every", save_every)
-        check_positive("preemption_every", preemption_every)
-        check_positive("max_failures", max_failures)
-        check_positive("retry_after", retry_after)
-        check_positive("upload_every", upload_every)
-        check_positive("keep_local", keep_local)
-        if copies not in (0, 1):
-            raise UnsupportedError(f"copies={copies!r}: must be one of 0, 1")
-        if local is not None and (reuse is not False or self._policies.max_bytes):
-            raise ValueError("local= goes with neither reuse= nor max_bytes=")
-        if local is None and (copies or node is not None or on_uploaded is not None):
-            raise ValueError("copies=, node= and on_uploaded= need local=, a folder on each node")
-        check_choice("on_error", on_error, "raise", "warn")
-        check_function("on_saved", on_saved, "of a step's path")
-        check_function("on_uploaded", on_uploaded, "of a step's path")
-        self._store = step_store_at(root, storage_options, step_name, fsync=self._write.fsync)
+        self._frozen: Globs = None if isinstance(reuse, bool) else repeatable(reuse)
+
+        def configure() -> str | None:
+            given_options = take_options(CheckpointManager.__init__, options)
+            of_policies, of_write = split_options(given_options, Policies)
+            self._policies, self._write = Policies(**of_policies), WriteOptions(**of_write)
+            for name, value in [
+                *(("save_every", save_every), ("preemption_every", preemption_every)),
+                *(("max_failures", max_failures), ("retry_after", retry_after)),
+                *(("upload_every", upload_every), ("keep_local", keep_local)),
+            ]:
+                check_positive(name, value)
+            if copies not in (0, 1):
+                raise UnsupportedError(f"copies={copies!r}: must be one of 0, 1")
+            if local is not None and (reuse is not False or self._policies.max_bytes):
+                raise ValueError("local= goes with neither reuse= nor max_bytes=")
+            if local is None and (copies or node is not None or on_uploaded is not None):
+                msg = "copies=, node= and on_uploaded= need local=, a folder on each node"
+                raise ValueError(msg)
+            check_choice("on_error", on_error, "raise", "warn")
+            check_function("on_saved", on_saved, "of a step's path")
+            check_function("on_uploaded", on_uploaded, "of a step's path")
+            Frozen(self._frozen)  # raise for an invalid argument now, and not at the first save
+            self._store = step_store_at(root, storage_options, step_name, fsync=self._write.fsync)
+            self._preemption = Preemption(preemption)
+            return None if local is None else name_of_node(self._ranks, local, node)
+
+        self._ranks = ManagerRanks(process_group, no_dist=no_dist)
+        self._preemption = Preemption(None)
+        try:
+            names = names_of_nodes(self._ranks, configure)
+        except BaseException:
+            self._ranks.close()
+            self._preemption.close()
+            raise
         self._coordinator = Coordinator(
             self._store,
             self._policies,
@@ -239,10 +259,6 @@ class CheckpointManager:
         self._retry_at: int | None = None
         self._begun: tuple[int, str] | None = None  # the last save that began: its step, its id
         self._reuse, self._verify_reuse = reuse is not False, verify_reuse
-        self._frozen: Globs = None
-        if not isinstance(reuse, bool):
-            self._frozen = repeatable(reuse)
-        Frozen(self._frozen)  # raise for an invalid argument now, and not at the first save
         self._save_every, self._preemption_every = save_every, preemption_every
         self.resumed: int | None = None
         self.report: LoadReport | None = None
@@ -250,12 +266,10 @@ class CheckpointManager:
         self.passed_over: list[SkippedStep] = []
         self._closed = False
         self._done: int | None = None  # the last step that was saved or loaded
-        self._ranks = ManagerRanks(process_group, no_dist=no_dist)
         self._no_dist = no_dist
         self._is_named = False  # a call named its process group
         self._lost: tuple[int, str] | None = None  # the save that lost a rank: as _begun
         self._nodes: Nodes | None = None
-        names = names_of_nodes(self._ranks, local, node)
         if local is not None:
             self._nodes = Nodes(
                 self._ranks,
@@ -270,7 +284,6 @@ class CheckpointManager:
             )
         else:
             self._share_past(None)
-        self._preemption = Preemption(preemption)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({os.fspath(self.root)!r})"
@@ -982,7 +995,7 @@ class CheckpointManager:
         if failed is not None and isinstance(failed.exception(), RankLostError):
             failed, self._lost = None, self._begun
         self._ranks = ManagerRanks(process_group, no_dist=False)
-        names_of_nodes(self._ranks, None, None)  # as ranks do that join
+        names_of_nodes(self._ranks, lambda: None)  # as ranks do that join
         self._share_past(failed)
 
     def _share_past(self, failed: SaveFuture | None) -> None:

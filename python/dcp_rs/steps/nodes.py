@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs import _core
+from dcp_rs._url import StrPath
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file, local_path, rank_of, sync
 from dcp_rs.engine.ranks import RankGroup
@@ -66,28 +67,28 @@ class NodeStepStore(FolderStepStore):
         return _core.Index.open(os.fspath(self.folder(number)), None, False)
 
 
-def names_of_nodes(
-    ranks: RankGroup, local: str | os.PathLike[str] | None, node: str | None
-) -> list[str]:
+def name_of_node(ranks: RankGroup, local: StrPath, node: str | None) -> str:
+    """Return the name of this rank's node.
+
+    Raises:
+        UnsupportedError: ``local`` is a URL.
+    """
+    local_path(local)
+    if node is not None:
+        return node
+    if (count := local_ranks()) is None:
+        return socket.gethostname()
+    return f"#{ranks.global_rank(ranks.rank) // count}"
+
+
+def names_of_nodes(ranks: RankGroup, name: Callable[[], str | None]) -> list[str]:
     """Return the name of each rank's node. It is empty if the steps are not saved on nodes.
 
-    Every rank calls it.
+    Every rank calls it. An error of ``name``, which returns that of this rank, is raised on all.
 
     Raises:
         ValueError: only some ranks have ``local``.
-        UnsupportedError: ``local`` is a URL.
     """
-
-    def name() -> str | None:
-        if local is None:
-            return None
-        local_path(local)
-        if node is not None:
-            return node
-        if (count := local_ranks()) is None:
-            return socket.gethostname()
-        return f"#{ranks.global_rank(ranks.rank) // count}"
-
     names = ranks.all_gather(name)
     if None in names and any(names):
         without = [rank for rank, name in enumerate(names) if name is None]
