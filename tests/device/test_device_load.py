@@ -41,6 +41,19 @@ def test_small_tensors_go_down_together(ckpt, sim, device):
     assert_state_equal(host(got), want)
 
 
+def test_a_strided_destination_leaves_the_others_together(ckpt, sim, device):
+    """One column shard among small tensors, and each was copied by itself: torch has a kernel for lists of equal strides only."""
+    want = {f"w{i}": torch.randn(8, 8) for i in range(2000)}
+    index = saved(ckpt, want)
+    got = on(device, want)
+    got["w7"] = torch.zeros(8, 20, device=device)[:, 3:11]
+    sim.synchronize()
+    before = sim.copies
+    fill(index, got, ReadOptions())
+    assert sim.copies - before <= 4
+    assert_state_equal({name: tensor.contiguous() for name, tensor in host(got).items()}, want)
+
+
 def test_large_tensors_need_no_scratch_memory(ckpt, sim, device):
     want = {"w": torch.randn(4096, 1024)}
     index = saved(ckpt, want)

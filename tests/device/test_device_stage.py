@@ -205,7 +205,7 @@ def test_a_failed_staging_gives_its_memory_back_when_no_copy_is_under_way(sim, d
     source = to(device, state())
     sim.synchronize()
     sim.delay = 5000
-    sim.fail_after = sim.copies + 5
+    sim.fail_after = sim.copies + 3
     with pytest.raises(RuntimeError, match="out of order"):
         stage(source)
     sim.fail_after, sim.delay = -1, 0
@@ -226,6 +226,21 @@ def test_small_tensors_are_gathered_on_the_device_and_copied_together(sim, devic
     staged = stage(source)
     assert sim.copies - copies - (sim.grouped - grouped) <= 3
     assert_state_equal(dict(staged), want)
+
+
+def test_small_tensors_of_several_dtypes_are_copied_together(sim, device):
+    """Weights in bfloat16 beside optimizer state in float32, and each was copied by itself: torch has a kernel for lists of one dtype and equal strides only."""
+    dtypes = torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn, torch.bool
+    want = {f"w{i}": torch.ones(30 + i % 7, 10).to(dtypes[i % 5]) for i in range(2000)}
+    source = to(device, want)
+    want["across"] = torch.randn(50, 20).t()
+    source["across"] = want["across"].t().to(device).t()
+    sim.synchronize()
+    copies, grouped = sim.copies, sim.grouped
+    staged = stage(source)
+    assert sim.copies - copies <= 8
+    assert sim.grouped - grouped >= 1
+    assert_state_equal(contiguous(dict(staged)), contiguous(want))
 
 
 @pytest.mark.parametrize("without", ["pinned", "streams"])

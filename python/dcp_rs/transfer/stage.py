@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from dcp_rs import _torch
 from dcp_rs.errors import StateChangedError
 from dcp_rs.tensors.dtypes import as_integers
-from dcp_rs.tensors.memory import changes_seen, clone, identity, why_not_raw
+from dcp_rs.tensors.memory import changes_seen, clone, flat_bytes, identity, why_not_raw
 from dcp_rs.tensors.nesting import map_leaves
 from dcp_rs.tensors.regions import ALIGNMENT
 from dcp_rs.transfer.buffers import BLOCK_BYTES, SLAB_BYTES, BlockPool, host_memory
@@ -179,12 +179,19 @@ class _DeviceCopies:
         """Start all copies."""
         for memory, parts in self.runs:
             scratch = self.stream.scratch(memory)
-            places = [
-                scratch[at : at + source.nbytes].view(source.dtype).view(source.shape)
-                for at, source in parts
-            ]
-            grouped = [(places, [source for _, source in parts])]
-            self.stream.download(memory, Transfer(runs=[(0, memory.numel())], grouped=grouped))
+            transfer = Transfer(runs=[(0, memory.numel())])
+            places: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
+            for at, source in parts:
+                place = scratch[at : at + source.nbytes]
+                if source.is_contiguous():  # as bytes, so that one kernel copies every dtype
+                    places.append(place)
+                    sources.append(flat_bytes(source))
+                else:
+                    transfer.single.append((place.view(source.dtype).view(source.shape), source))
+            if places:
+                transfer.grouped.append((places, sources))
+            self.stream.download(memory, transfer)
         if self.direct:
             targets, sources = map(list, zip(*self.direct, strict=True))
             self.stream.download(targets[0], Transfer(grouped=[(targets, sources)]))

@@ -70,7 +70,9 @@ def make_transfer(
         else:
             source = view.narrow(0, first, count)
             tensor = tensor.view(-1).narrow(0, begin // dtype.itemsize, count)
-        if is_plain and tensor.dtype in COPIED_IN_GROUPS and dtype in COPIED_IN_GROUPS:
+        # One kernel copies a group, if all have the strides of their sources.
+        is_alike = is_plain and tensor.stride() == source.stride()
+        if is_alike and tensor.dtype in COPIED_IN_GROUPS and dtype in COPIED_IN_GROUPS:
             group = groups.setdefault((tensor.dtype, dtype), ([], []))
             group[0].append(tensor)
             group[1].append(source)
