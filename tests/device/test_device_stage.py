@@ -427,6 +427,27 @@ def test_copies_have_a_stream_of_their_own_and_training_goes_on(ckpt, sim, devic
         assert all((tensor == 7).all() for tensor in dict(saved).values())
 
 
+@pytest.mark.parametrize("current", [0, 1])
+def test_no_other_device_gets_a_context(tmp_path, sim, device, current):
+    """A stream by itself makes the device current again that was so before, which gives it a context: half a gigabyte of the first GPU from every rank, as a new thread begins there."""
+    there = torch.device(device.type, 1)
+    want = {f"w{i}": torch.randn(300, 100 + i) for i in range(20)} | {
+        "large": torch.randn(700, 1000)
+    }
+    weights, got = to(there, want), to(there, want)
+    with torch.accelerator.device_index(current):
+        sim.contexts = 0
+        dcp_rs.save(weights, tmp_path / "saved")
+        dcp_rs.async_save(weights, tmp_path / "copied", async_staging=True).result(60)
+        dcp_rs.load(got, tmp_path / "copied")
+        with dcp_rs.open(tmp_path / "saved", device=there) as source:
+            streamed = dict(source.stream())
+        dcp_rs.release_pinned_memory()
+        assert sim.contexts in (0b00, 0b10)
+    assert_state_equal(to("cpu", got), want)
+    assert_state_equal(to("cpu", streamed), want)
+
+
 @pytest.mark.parametrize("without", [None, "pinned", "streams"])
 def test_optimizer_step_after_staging_does_not_reach_the_checkpoint(tmp_path, sim, device, without):
     if without:

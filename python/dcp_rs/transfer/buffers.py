@@ -114,14 +114,14 @@ class Block:
     Attributes:
         memory: all of it, as a row of bytes.
         nbytes: its size.
-        device_type: the type of the device that it is pinned for; None if for none.
+        device: the device that it is pinned for; None if for none. Others of the type may use it.
         skipped: the number of copies that chose other blocks since this one was used.
         fallbacks: the reason if it could not be pinned.
     """
 
     def __init__(self, nbytes: int, pin: torch.device | None) -> None:
         self.nbytes = nbytes
-        self.device_type = None if pin is None else pin.type
+        self.device = pin
         self.skipped = 0
         self.fallbacks: list[str] = []
         self._runtime: Any = None  # that pinned it
@@ -137,10 +137,16 @@ class Block:
         else:
             _note_pageable(refused, self.fallbacks)
 
+    @property
+    def device_type(self) -> str | None:
+        """The type of the device that it is pinned for."""
+        return None if self.device is None else self.device.type
+
     def unpin(self) -> None:
         """Unpin the memory, before it is freed."""
-        if self._runtime is not None:
-            self._runtime.cudaHostUnregister(self.memory.data_ptr())
+        if self.device is not None and self._runtime is not None:
+            with torch.accelerator.device_index(self.device.index):
+                self._runtime.cudaHostUnregister(self.memory.data_ptr())
 
 
 def _pages(nbytes: int) -> mmap.mmap:
@@ -159,7 +165,9 @@ def _register(runtime: Any, memory: torch.Tensor, device: torch.device) -> str |
     """Pin memory to the byte. Return None, or why that failed."""
     probe = _probe(device)
     portable = 1  # cudaHostRegisterPortable
-    code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
+    # The call would give the device that is current a context, which takes memory of a GPU.
+    with torch.accelerator.device_index(device.index):
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
     if code == 0:
         return None
     # The runtime keeps the error, and the next kernel launch raises it: one that nobody needs.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,9 +160,19 @@ class PairedCopyStream(CopyStream):
         self._ordered: set[torch.Stream] = set()
         self.order_after_caller()
 
+    @contextmanager
+    def _on(self, stream: torch.Stream | None = None) -> Iterator[None]:
+        """Make the device current, and a stream of it.
+
+        A stream alone makes the device before current again. CUDA gives a device a context then,
+        which takes half a gigabyte: of the first GPU, where threads begin, for each rank.
+        """
+        with torch.accelerator.device_index(self._device.index), stream or nullcontext():
+            yield
+
     @override
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        with self._caller:
+        with self._on(self._caller):
             return super().empty(shape, dtype)
 
     @override
@@ -169,7 +180,8 @@ class PairedCopyStream(CopyStream):
         if self._scratch[self._turn].numel() < slab.numel():
             # The caller's stream owns it, and waits for the side streams in the end.
             self._scratch[self._turn] = self.empty((slab.numel(),), torch.uint8)
-            self._streams[self._turn].wait_stream(self._caller)
+            with self._on():
+                self._streams[self._turn].wait_stream(self._caller)
         return self._scratch[self._turn]
 
     @override
@@ -179,7 +191,7 @@ class PairedCopyStream(CopyStream):
     @override
     def upload(self, slab: torch.Tensor, transfer: Transfer) -> Any:
         scratch = self._scratch[self._turn]
-        with torch.no_grad(), self._streams[self._turn]:
+        with torch.no_grad(), self._on(self._streams[self._turn]):
             _copy(transfer.direct)
             _copy((scratch[begin:end], slab[begin:end]) for begin, end in transfer.runs)
             event = self._record()
@@ -190,7 +202,7 @@ class PairedCopyStream(CopyStream):
     @override
     def download(self, slab: torch.Tensor, transfer: Transfer) -> Any:
         scratch = self._scratch[self._turn]
-        with torch.no_grad(), self._streams[self._turn]:
+        with torch.no_grad(), self._on(self._streams[self._turn]):
             _copy_on_device(transfer)
             _copy((slab[begin:end], scratch[begin:end]) for begin, end in transfer.runs)
             _copy(transfer.direct)
@@ -201,19 +213,20 @@ class PairedCopyStream(CopyStream):
     @override
     def drain(self) -> None:
         for stream in self._streams:
-            with stream:
+            with self._on(stream):
                 event = self._record()
-            try:
-                event.synchronize()
-            except RuntimeError as error:
-                if "captur" in str(error):  # by another thread
-                    raise UnsupportedError(_CAPTURE) from error
-                raise
+                try:
+                    event.synchronize()
+                except RuntimeError as error:
+                    if "captur" in str(error):  # by another thread
+                        raise UnsupportedError(_CAPTURE) from error
+                    raise
 
     @override
     def order_after_caller(self) -> None:
-        for stream in self._streams:
-            stream.wait_stream(self._caller)
+        with self._on():
+            for stream in self._streams:
+                stream.wait_stream(self._caller)
         self._ordered.clear()
 
     @override
@@ -231,8 +244,9 @@ class PairedCopyStream(CopyStream):
         return tensor
 
     def _order_before(self, stream: torch.Stream) -> None:
-        for other in self._streams:
-            stream.wait_stream(other)
+        with self._on():
+            for other in self._streams:
+                stream.wait_stream(other)
         self._ordered.add(stream)
 
     def _record(self) -> Any:

@@ -44,7 +44,8 @@ class Simulated:
     touches memory), ``pinned`` and ``streams`` (whether it has them), ``fail_after`` (copies that
     are taken before one is refused; -1: none is), ``fail_late`` (copies raise when their turn
     comes), ``copies``, ``grouped`` (those by ``_foreach_copy_``), ``waits`` (of one stream for
-    another), ``allocated`` (tensors).
+    another), ``allocated`` (tensors), ``contexts`` (a bit for each device that got a context: on
+    CUDA by being made current, unless a guard ends, or by a call that needs one).
     """
 
     _KNOBS = (
@@ -57,6 +58,7 @@ class Simulated:
         "grouped",
         "waits",
         "allocated",
+        "contexts",
     )
     _DEFAULTS: ClassVar[dict[str, int]] = {"pinned": 1, "streams": 1, "fail_after": -1}
 

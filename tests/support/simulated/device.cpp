@@ -49,6 +49,7 @@ constexpr size_t kRound = 512;
 struct Knobs {
   std::atomic<int64_t> delay{0}, pinned{1}, streams{1}, fail_after{-1}, fail_late{0};
   std::atomic<int64_t> copies{0}, grouped{0}, waits{0}, allocated{0};
+  std::atomic<int64_t> contexts{0};  // a bit for each device that was made current by more than a guard that ends
 };
 Knobs& knobs() {
   static auto* made = new Knobs;
@@ -196,6 +197,13 @@ void synchronize(Queue& waited) {
   raise_failure();
 }
 
+// As cudaSetDevice since CUDA 12: it gives the device a context, which takes half a gigabyte of a GPU. Guards that end, and
+// torch's maybeExchangeDevice, leave a device without one as it is.
+void set_device(DeviceIndex index) {
+  if (index != current_device) knobs().contexts |= int64_t{1} << index;
+  current_device = index;
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   Device exchangeDevice(Device device) const override {
@@ -206,7 +214,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Device getDevice() const override { return {kType, current_device}; }
   void setDevice(Device device) const override {
     TORCH_CHECK(device.type() == kType && index_of(device) < kDevices, "not a simulated device: ", device);
-    current_device = index_of(device);
+    set_device(index_of(device));
   }
   void uncheckedSetDevice(Device device) const noexcept override { current_device = index_of(device); }
   Stream getStream(Device device) const override { return current_queue(index_of(device)).stream; }
@@ -236,13 +244,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::getDeviceAllocator(kType)->recordStream(memory, stream);
   }
 
+  // Those of CUDA make the stream's device current, and then the one before, by no guard (torch 2.8).
+  static void visit(DeviceIndex device) {
+    const auto before = current_device;
+    set_device(device);
+    set_device(before);
+  }
+
   // An event is a mark; recorded again, it is another one, and who waits for the old one still does.
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     TORCH_CHECK(knobs().streams, "this simulated device has no events");
+    visit(stream.device_index());
     if (*event == nullptr) *event = new Mark;
     *static_cast<Mark*>(*event) = Mark{&queue(stream), queue(stream).position()};
   }
   void block(void* event, const Stream& stream) const override {
+    visit(stream.device_index());
     if (event) wait_on(queue(stream), *static_cast<Mark*>(event));
   }
   bool queryEvent(void* event) const override { return event == nullptr || static_cast<Mark*>(event)->passed(); }
@@ -448,7 +465,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void setCurrentDevice(DeviceIndex device) const override { Guard().setDevice({kType, device}); }
   DeviceIndex exchangeDevice(DeviceIndex device) const override { return Guard().exchangeDevice({kType, device}).index(); }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
-    return device < 0 ? current_device : exchangeDevice(device);
+    const auto before = current_device;
+    if (device >= 0) current_device = device;
+    return before;
   }
   bool isPinnedPtr(const void* address) const override { return pinned_ranges().holds(address); }
   at::Allocator* getPinnedMemoryAllocator() const override {
@@ -752,6 +771,7 @@ int64_t* simulated_knob(const char* name) {
       {"delay", &knobs().delay},           {"pinned", &knobs().pinned},       {"streams", &knobs().streams},
       {"fail_after", &knobs().fail_after}, {"fail_late", &knobs().fail_late}, {"copies", &knobs().copies},
       {"grouped", &knobs().grouped},       {"waits", &knobs().waits},         {"allocated", &knobs().allocated},
+      {"contexts", &knobs().contexts},
   };
   auto found = all.find(name);
   return found == all.end() ? nullptr : reinterpret_cast<int64_t*>(found->second);
@@ -775,12 +795,14 @@ void simulated_open(void* opened) {
 }
 
 int simulated_register(void* begin, size_t nbytes) {
+  knobs().contexts |= int64_t{1} << current_device;
   if (!knobs().pinned || pinned_ranges().holds(begin)) return 1;
   pinned_ranges().add(begin, nbytes);
   return 0;
 }
 
 int simulated_unregister(void* begin) {
+  knobs().contexts |= int64_t{1} << current_device;
   return pinned_ranges().remove(begin) ? 0 : 1;
 }
 
