@@ -214,6 +214,29 @@ def test_a_failed_staging_gives_its_memory_back_when_no_copy_is_under_way(sim, d
     assert_state_equal(contiguous(again), contiguous(state()))
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_stream_that_fails_does_not_keep_the_other_from_being_waited_for(
+    sim, device, late, monkeypatch
+):
+    """The memory of a failed staging went to the next one, while the other stream still wrote to it."""
+    made = []
+
+    def copy_stream(*arguments):
+        made.append(copy_stream_for(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("dcp_rs.transfer.stage.copy_stream_for", copy_stream)
+    source = {"small": torch.ones(10, device=device), "large": torch.ones(700, 1000, device=device)}
+    staging = Staging(source, shared_blocks)
+    ((*streams,),) = (stream._streams for stream in made)
+    sim.fail_late = 1
+    with sim.held_up(streams[late], 0.2):
+        with pytest.raises(RuntimeError, match="a copy was lost"):
+            staging.finish()
+        assert all(stream.query() for stream in streams)
+    staging.release()
+
+
 # --- how fast
 
 

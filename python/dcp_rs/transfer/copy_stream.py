@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,15 +212,18 @@ class PairedCopyStream(CopyStream):
 
     @override
     def drain(self) -> None:
-        for stream in self._streams:
+        with ExitStack() as stack:  # an error, or Ctrl-C, leaves no stream out
+            for stream in self._streams:
+                stack.callback(self._drain, stream)
+
+    def _drain(self, stream: torch.Stream) -> None:
+        try:
             with self._on(stream):
-                event = self._record()
-                try:
-                    event.synchronize()
-                except RuntimeError as error:
-                    if "captur" in str(error):  # by another thread
-                        raise UnsupportedError(_CAPTURE) from error
-                    raise
+                self._record().synchronize()
+        except RuntimeError as error:
+            if "captur" in str(error):  # by another thread
+                raise UnsupportedError(_CAPTURE) from error
+            raise
 
     @override
     def order_after_caller(self) -> None:
