@@ -272,11 +272,16 @@ def device_of(group: dist.ProcessGroup | None, device_type: str) -> torch.device
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def default_device() -> torch.device:
-    """Return the device of the process group, or the CPU: DCP's default for new tensors."""
+def default_device(device_type: str | None) -> torch.device:
+    """Return the device for new memory.
+
+    Args:
+        device_type: the type of the device; None for that of the process group, as in DCP.
+    """
     if not dist.is_initialized():
-        return torch.device("cpu")
-    return device_of(None, dist.distributed_c10d._get_pg_default_device().type)
+        return torch.device(device_type or "cpu")
+    types = [device.type for device in group_devices(None)]
+    return device_of(None, device_type or ("cpu" if "cpu" in types else types[0]))
 
 
 def at_device(group: dist.ProcessGroup | None) -> AbstractContextManager[Any]:
@@ -304,14 +309,18 @@ def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device
             made = torch.empty_like(tensor, dtype=dtype, device=device, requires_grad=False)
         copy_place_in_whole(tensor, made)
         return made
-    made = DTensor.from_local(
-        torch.empty_like(tensor.to_local(), dtype=dtype, device=device),
+    like = tensor.to_local()
+    on_meta = DTensor.from_local(
+        torch.empty_like(like, dtype=dtype, device="meta"),
         device_mesh=tensor.device_mesh,
         placements=tensor.placements,
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+    # `from_local` would move the memory to the device of the mesh. FSDP can offload it to the host.
+    local = torch.empty_like(like, dtype=dtype, device=device)
+    made = dtensor_of(local, spec_of(on_meta), requires_grad=False)
     copy_place_in_whole(tensor, made)
     return made
 

@@ -1,5 +1,7 @@
 """Ranks with a simulated device each: DTensors, stock DCP on either side, optimizer state, and replicas by every kind of group."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -184,6 +186,57 @@ def test_training_resumes_on_devices(tmp_path):
     # Ranks of their own: autograd counts the devices at a process's first backward pass, and never
     # again.
     run_ranks(2, resume, tmp_path, timeout=200, fresh=True)
+
+
+def offloaded(whole, mesh, device="cpu"):
+    """A DTensor as FSDP's CPUOffloadPolicy makes them: its mesh is of devices, and its memory elsewhere."""
+    spec = sharded(whole, Shard(0), mesh)._spec
+    return DTensor(
+        whole.chunk(dist.get_world_size())[dist.get_rank()].to(device), spec, requires_grad=False
+    )
+
+
+def offload(folder):
+    _, _, mesh = begin()
+    whole = WHOLE["rows"]
+    dcp_rs.save({"w": offloaded(whole, mesh)}, folder / "w")
+    for began, options, kind, dtype in (
+        ("cpu", {}, "cpu", torch.float32),
+        ("cpu", {"assign": True, "dtype": torch.bfloat16}, "cpu", torch.bfloat16),
+        ("meta", {}, "sim", torch.float32),
+        ("meta", {"device": "cpu"}, "cpu", torch.float32),
+    ):
+        got = {"w": offloaded(torch.zeros_like(whole), mesh, began)}
+        with warnings.catch_warnings(action="error"):
+            warnings.filterwarnings("ignore", "the load (fills no|casts|replaces)")
+            dcp_rs.load(got, folder / "w", **options)
+        local = got["w"].to_local()
+        assert (local.device.type, local.dtype) == (kind, dtype), (began, options)
+        assert torch.equal(got["w"].to_local().cpu(), offloaded(whole, mesh).to_local().to(dtype))
+
+    def part(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(40, 60, bias=False)
+        model.weight = nn.Parameter(offloaded(torch.randn(60, 40), mesh))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = part(1)
+    model.weight.grad = offloaded(torch.randn(60, 40), mesh)
+    optimizer.step()
+    save_training_state(folder / "training", model, optimizer)
+    other, its_optimizer = part(2)
+    load_training_state(folder / "training", other, its_optimizer)
+    (want,), (got) = optimizer.state.values(), its_optimizer.state[other.weight]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert got[name].to_local().device.type == "cpu"
+        assert torch.equal(got[name].to_local(), want[name].to_local())
+    other.weight.grad = offloaded(torch.randn(60, 40), mesh)
+    its_optimizer.step()
+
+
+def test_shards_that_fsdp_offloads_stay_on_the_host(tmp_path):
+    """Those that a load made anew, for another dtype or for a new optimizer, went to the device of the mesh. Their optimizer could not step, or the device had no room."""
+    run_ranks(2, offload, tmp_path, timeout=200)
 
 
 KINDS = ["gloo", "cpu:gloo,sim:simccl", "simccl"]

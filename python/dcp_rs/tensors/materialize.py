@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache
 from itertools import compress
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
@@ -40,6 +41,7 @@ class NewTensors:
         self._dtype = dtype
         self._device = None if device is None else parse_device(device)
         self._assign = assign
+        self._default_device = cache(_torch.default_device)
         self.old: dict[str, torch.Tensor] = {}
         self.new: dict[str, torch.Tensor] = {}
         self._made: dict[Hashable, torch.Tensor] = {}
@@ -125,8 +127,8 @@ class NewTensors:
 
     def _device_of(self, tensor: torch.Tensor) -> torch.device:
         device = tensor.device if self._device is None else self._device
-        return self._default if device.type == "meta" else device
-
-    @cached_property
-    def _default(self) -> torch.device:
-        return _torch.default_device()
+        if device.type != "meta":
+            return device
+        # The group of a job may have a backend for the CPU besides that of its devices.
+        mesh_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else None
+        return self._default_device(mesh_type)
