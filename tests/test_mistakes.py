@@ -221,6 +221,8 @@ MISTAKES: list[Mistake] = [
     ("a number among globs", lambda w: save(MODEL, w / "new", exclude=[3]), TypeError, "include= and exclude= take globs over names, such as 'model.*', not 3"),
     ("text for progress", lambda w: load(prefixed(""), w / "bare", progress="yes"), TypeError, "progress='yes': pass True, or a function of two numbers"),
     ("a device that is none", lambda w: load(prefixed(""), w / "bare", device="gpu"), ValueError, "device='gpu': must be a device of torch, such as 'cpu', 'cuda' or 'cuda:0'"),
+    ("a device that is not there", lambda w: load(prefixed(""), w / "bare", device="cuda:99"), ValueError, "Check the driver, CUDA_VISIBLE_DEVICES, and that torch is built for it"),
+    ("a device that is not there, to open on", lambda w: dcp_rs.open(w / "bare", device="xpu:99"), ValueError, "device='xpu:99': torch"),
     ("a dtype for a device", lambda w: dcp_rs.open(w / "bare", device=torch.float32), ValueError, "device=torch.float32: must be a device of torch"),
     ("a device of a planner", lambda w: RsLoadPlanner(device="gpu"), ValueError, "device='gpu': must be a device"),
     ("a device of a file", lambda w: dcp_rs.load_file(w / "x.safetensors", device="gpu"), ValueError, "device='gpu': must be a device"),

@@ -234,10 +234,22 @@ def parse_device(device: torch.device | str | int) -> torch.device:
         ValueError: torch has no such device.
     """
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except (RuntimeError, TypeError):
         msg = f"device={device!r}: must be a device of torch, such as 'cpu', 'cuda' or 'cuda:0'"
         raise ValueError(msg) from None
+    # Devices of other packages may have no such module, and meta has none.
+    module: Any = getattr(torch, found.type, None)
+    if found.type == "cpu" or not hasattr(module, "device_count"):
+        return found
+    count = int(module.device_count())
+    if (found.index or 0) >= count:
+        msg = (
+            f"device={device!r}: torch {torch.__version__} sees {count} devices of type "
+            f"{found.type}. Check the driver, CUDA_VISIBLE_DEVICES, and that torch is built for it"
+        )
+        raise ValueError(msg)
+    return found
 
 
 def require_real_memory(memory: torch.Tensor) -> torch.Tensor:
