@@ -196,6 +196,19 @@ def test_a_load_to_other_dtypes(ckpt, sim, device):
     assert_state_equal(host(got), {name: t.bfloat16() for name, t in want.items()})
 
 
+@pytest.mark.parametrize("without", [None, "streams"])
+def test_destinations_of_inference_mode(ckpt, sim, device, without):
+    """Outside of the mode, a load raised half way through: `copy_` refuses such a tensor there."""
+    want = state() | {"large": torch.randn(700, 1000)}
+    index = saved(ckpt, want)
+    with torch.inference_mode():
+        got = on(device, want)
+    if without:
+        setattr(sim, without, 0)
+    fill(index, got)
+    assert_state_equal(host(got), want)
+
+
 # --- the order of things
 
 

@@ -104,7 +104,7 @@ class CopyStream:
 
     def upload(self, slab: torch.Tensor, transfer: Transfer) -> Any:
         """Start copies out of ``slab``. Return the event after which it may be overwritten."""
-        with torch.no_grad():
+        with torch.inference_mode():
             for destination, source in (*transfer.direct, *transfer.single):
                 destination.copy_(source)
             for destinations, sources in transfer.grouped:
@@ -191,7 +191,7 @@ class PairedCopyStream(CopyStream):
     @override
     def upload(self, slab: torch.Tensor, transfer: Transfer) -> Any:
         scratch = self._scratch[self._turn]
-        with torch.no_grad(), self._on(self._streams[self._turn]):
+        with torch.inference_mode(), self._on(self._streams[self._turn]):
             _copy(transfer.direct)
             _copy((scratch[begin:end], slab[begin:end]) for begin, end in transfer.runs)
             event = self._record()
@@ -202,7 +202,7 @@ class PairedCopyStream(CopyStream):
     @override
     def download(self, slab: torch.Tensor, transfer: Transfer) -> Any:
         scratch = self._scratch[self._turn]
-        with torch.no_grad(), self._on(self._streams[self._turn]):
+        with torch.inference_mode(), self._on(self._streams[self._turn]):
             _copy_on_device(transfer)
             _copy((slab[begin:end], scratch[begin:end]) for begin, end in transfer.runs)
             _copy(transfer.direct)
