@@ -187,6 +187,19 @@ def test_a_tensor_of_one_element_may_have_any_stride(ckpt):
     assert run_ranks(2, load_an_element, ckpt) == [True, True]
 
 
+def load_outside_of_inference_mode(path):
+    with torch.inference_mode():
+        got = {"big": torch.zeros(1000, 700).t(), "half": torch.zeros(300, 7)}
+    dcp_rs.load(got, path, replicas="all", dtype_policy="cast")
+    return all(torch.equal(got[name], numbered(got[name].shape)) for name in got)
+
+
+def test_tensors_of_inference_mode(ckpt):
+    """`copy_` refuses to write to one outside of the mode."""
+    save_whole(ckpt)
+    assert run_ranks(2, load_outside_of_inference_mode, ckpt) == [True, True]
+
+
 def test_some_ranks_share(ckpt):
     save_whole(ckpt)
     run_ranks(4, load_in_a_group, ckpt)

@@ -283,7 +283,7 @@ class Piece:
         own = self.memory()
         if own is not None and own.data_ptr() == buffer.data_ptr():
             return
-        with torch.no_grad():
+        with torch.inference_mode():  # its tensors too may be filled
             for target, part, elements in self.elements(buffer):
                 for offsets, values in unflatten(target.tensor.shape, part.begin, elements):
                     narrow(target.tensor, offsets, values.shape).copy_(values)
