@@ -109,6 +109,31 @@ def test_numbers_of_parameters_of_other_shapes(ckpt, steps):
     assert_state_equal(resumed.state_dict(), before)
 
 
+@pytest.mark.parametrize("has_state", [False, True])
+def test_optimizer_of_another_kind_stays_as_it_is_with_frozen_parameters(ckpt, has_state):
+    """The settings came from the checkpoint, and the state of its kind for the frozen ones."""
+    model = Four()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, amsgrad=True)
+    train(model, optimizer)
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    for make in (
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.AdamW(params, lr=0.1),
+    ):
+        other = Four()
+        other.b.requires_grad_(False)
+        kept = make(other.parameters())
+        if has_state:
+            train(other, kept, 1)
+        before = kept.state_dict()
+        with pytest.raises(PlanError, match=r"of parameter 'a', and this optimizer"):
+            load_training_state(ckpt, other, kept)
+        load_training_state(ckpt, other, kept, partial={"optimizer"})
+        assert_state_equal(other.state_dict(), model.state_dict())
+        assert_state_equal(kept.state_dict(), before)
+        train(other, kept, 1)
+
+
 @pytest.mark.parametrize("order", ["abcd", "acbd", "dcba", "abc"])
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("save", ["native", "stock"])

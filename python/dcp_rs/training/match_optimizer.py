@@ -354,6 +354,7 @@ class OptimizerMatcher:
         is_stateless = not any(slot.tree.paths for slot in group.slots)
         is_new = not optimizer.state
         # If one side has no state, the settings tell whether the optimizers are of one kind.
+        has_other_kind = False
         makes_state = is_stateless and any(slot.kinds for slot in group.slots)
         other_kind = check_stateless(group, optimizer, makes_state=makes_state)
         for slot in group.slots:
@@ -366,9 +367,11 @@ class OptimizerMatcher:
                 continue
             if not self._partial.is_partial:
                 raise PlanError(problem, tensor=slot.fqn)
-            slot.stays = True
+            slot.stays = has_other_kind = True
             lacks = sorted((own or set()) - saved)
             self._partial.report.missing += [f"{place}.{kind}" for kind in lacks]
+        for slot in group.slots:  # one without state, since it is frozen, is like the others
+            slot.stays |= has_other_kind and slot.kinds is None
 
     def _other_slots(
         self, made: Mapping[Any, Any], known: Collection[str], *, is_only: bool
