@@ -110,6 +110,25 @@ def test_not_a_byte_more_is_pinned(sim, device):
     assert sim.pinned_bytes == 0
 
 
+@pytest.mark.parametrize("kind", ["across", "steps", "expanded"])
+def test_strided_tensors_take_bounded_memory_of_the_device(sim, device, kind):
+    """Each was made contiguous whole, in memory that the allocator kept for the side stream: a transposed embedding, a convolution in channels_last."""
+    whole = torch.arange(12 << 20, dtype=torch.int32).view(3 << 10, 4 << 10)
+    views = {
+        "across": torch.t,
+        "steps": lambda t: t[:, ::2],
+        "expanded": lambda t: t[:1].expand_as(t),
+    }
+    view, there = views[kind], whole.to(device)
+    torch.accelerator.memory.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory.memory_allocated(device)
+    staged = stage({"w": view(there), "small": there[:3, :3].t()})
+    peak = torch.accelerator.memory.max_memory_allocated(device) - before
+    assert peak <= 2 * buffers.SLAB_BYTES + MIB
+    assert torch.equal(staged["w"], view(whole))
+    assert torch.equal(staged["small"], whole[:3, :3].t())
+
+
 def staged_and_released(source):
     """Copy it as a save does. Return where the copy lay."""
     staging = Staging(source, shared_blocks)

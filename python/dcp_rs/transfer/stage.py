@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from dcp_rs.errors import StateChangedError
 from dcp_rs.tensors.dtypes import as_integers
 from dcp_rs.tensors.memory import changes_seen, clone, flat_bytes, identity, why_not_raw
 from dcp_rs.tensors.nesting import map_leaves
-from dcp_rs.tensors.regions import ALIGNMENT
+from dcp_rs.tensors.regions import ALIGNMENT, narrow, unflatten
 from dcp_rs.transfer.buffers import BLOCK_BYTES, SLAB_BYTES, BlockPool, host_memory
 from dcp_rs.transfer.copy_stream import CopyStream, Pair, Transfer, copy_stream_for, is_accelerator
 
@@ -133,6 +133,8 @@ class Staging:
 
 #: A block and the offset in it.
 _Place = tuple[int, int]
+#: Memory, and parts of it: the offset and source of each.
+_Run = tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]
 
 
 def _place(sources: Mapping[Hashable, torch.Tensor]) -> tuple[dict[Hashable, _Place], list[int]]:
@@ -166,13 +168,13 @@ class _DeviceCopies:
     Attributes:
         stream: where they run.
         direct: (destination, source) of large tensors.
-        runs: small tensors side by side: their memory, and the offset and source of each.
-        last: where the last run begins.
+        runs: small tensors side by side, and then pieces of large ones that are strided.
+        last: where the last run of small tensors begins.
     """
 
     stream: CopyStream
     direct: list[Pair] = field(default_factory=list)
-    runs: list[tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]] = field(default_factory=list)
+    runs: list[_Run] = field(default_factory=list)
     last: _Place = 0, 0
 
     def start(self) -> None:
@@ -221,10 +223,14 @@ def _copies(
             # Conjugated in the order of the caller's stream: on the host it would come before the
             # bytes.
             raw = as_integers(source.resolve_conj().resolve_neg())
-            if device.type == "cpu" or source.nbytes > _SMALL_BYTES:
+            end = begin + source.nbytes
+            is_large = source.nbytes > _SMALL_BYTES
+            if device.type == "cpu" or (is_large and raw.is_contiguous()):
                 of_device.direct.append((as_integers(views[key]), raw))
                 continue
-            end = begin + source.nbytes
+            if is_large:
+                of_device.runs += _strided_runs(memory[block][begin:end], raw)
+                continue
             last, first = of_device.last
             if of_device.runs and block == last and end <= first + SLAB_BYTES:
                 _, parts = of_device.runs[-1]
@@ -237,6 +243,20 @@ def _copies(
         of_device.stream.reserve(max((run.numel() for run, _ in of_device.runs), default=0))
         of_device.stream.order_after_caller()
     return list(found.values())
+
+
+def _strided_runs(memory: torch.Tensor, source: torch.Tensor) -> Iterator[_Run]:
+    """Yield runs of one slab. Whole, the tensor would be made contiguous on the device."""
+    for begin in range(0, memory.numel(), SLAB_BYTES):
+        run = memory[begin : begin + SLAB_BYTES]
+        parts: list[tuple[int, torch.Tensor]] = []
+        at = 0
+        for offsets, place in unflatten(
+            source.shape, begin // source.itemsize, run.view(source.dtype)
+        ):
+            parts.append((at, narrow(source, offsets, place.shape)))
+            at += place.nbytes
+        yield run, parts
 
 
 def _raw_memory(tensor: torch.Tensor) -> torch.Tensor | None:
