@@ -309,3 +309,31 @@ def test_the_first_call_over_devices_is_one_of_all_ranks(ckpt):
     """NCCL connects all ranks of the group then: those that share waited for the others."""
     dcp_rs.save(ROWS, ckpt)
     run_ranks(3, load_what_some_share, ckpt, timeout=200)
+
+
+def load_what_another_node_has(folder):
+    sim, device, _ = begin()
+    rank = dist.get_rank()
+    want = {f"of{i}": torch.arange(70_000.0) + i for i in range(2)}
+    options = {"local": folder / f"node{rank}", "node": f"node{rank}", "upload_every": 9}
+    with dcp_rs.CheckpointManager(folder / "root", **options) as manager:
+        for step in (1, 2):
+            manager.save(step, {f"of{rank}": want[f"of{rank}"].to(device)})
+        manager.wait()
+        mine = torch.Stream(device=device)
+        other = f"of{1 - rank}"
+        with mine:
+            got = {other: torch.zeros(70_000, device=device)}
+            sim.delay = 500
+            with sim.held_up(mine, 1.0):
+                got[other].fill_(7)
+                assert manager.load(got, 2) == 2
+            copied = got[other].clone()
+        mine.synchronize()
+        sim.delay = 0
+        assert torch.equal(copied.cpu(), want[other])
+
+
+def test_what_another_node_sends_comes_after_the_callers_work(tmp_path):
+    """A thread receives it. It copied on the stream that is current in a thread, and the work that the caller had queued on another one came after."""
+    run_ranks(2, load_what_another_node_has, tmp_path, timeout=200)

@@ -40,6 +40,7 @@ from dcp_rs.tensors.materialize import NewTensors
 from dcp_rs.tensors.memory import find_tied, is_opaque, on_meta
 from dcp_rs.tensors.regions import narrow
 from dcp_rs.tensors.shards import ShardCache, local_pieces
+from dcp_rs.transfer.copy_stream import current_streams, on_streams
 from dcp_rs.transfer.load import Load, as_tensor, copy_value, fill, read_values
 from dcp_rs.transfer.target import Target, stored_dtype
 
@@ -672,8 +673,14 @@ def _read_with_peers(
         return passes, [part for part in parts if part.place in sent]
 
     passes, parts = ranks.run(prepare)
+    streams = current_streams({part.tensor.device for part in parts})
+
+    def exchange() -> None:
+        with on_streams(streams):  # after the caller's work on these tensors
+            peers.fill(parts)
+
     with ThreadPoolExecutor(1) as pool:  # it ends first, so that no rank waits for this one
-        sending = pool.submit(peers.fill, parts)
+        sending = pool.submit(exchange)
         fill(index, [p for p in parts if peers.source_of(p.index) is None], options, counts)
         _run(job, passes)
         sending.result()

@@ -273,6 +273,26 @@ def _copy_on_device(transfer: Transfer) -> None:
     _copy(transfer.single)
 
 
+def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
+    """Return the streams of this thread, for another one that copies to the same devices."""
+    accelerator = torch.accelerator.current_accelerator()
+    return [
+        torch.accelerator.current_stream(device)
+        for device in devices
+        if accelerator is not None and device.type == accelerator.type
+    ]
+
+
+@contextmanager
+def on_streams(streams: Iterable[torch.Stream]) -> Iterator[None]:
+    """Make streams current. In a new thread each device has its default stream."""
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.accelerator.device_index(stream.device_index))
+            stack.enter_context(stream)
+        yield
+
+
 def copy_stream_for(device: torch.device, fallbacks: list[str] | None = None) -> CopyStream:
     """Return a copy stream for a device. The current stream is its caller's stream.
 
