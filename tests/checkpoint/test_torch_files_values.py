@@ -215,3 +215,23 @@ def test_a_flag_that_is_off_is_torchs_to_read(tmp_path, flag):
     path.write_bytes(archive(off, [("data/0", inside["data/0"])]))
     want = torch.load(path, weights_only=True)["w"].resolve_conj().resolve_neg()
     assert torch.equal(dcp_rs.open(path)["w"].resolve_conj().resolve_neg(), want)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_empty_tensors_as_torch_cuts_them(tmp_path, zipped):
+    """A part of an empty tensor may begin behind its end, and its memory may have several types. Both were called corrupt."""
+    empty = torch.empty(0, 4)
+    state = {
+        "right half": empty[:, 2:],
+        "imaginary": torch.empty(0, dtype=torch.complex64).imag,
+        "bits": empty.view(torch.int32),
+        "whole": empty,
+        "w": torch.arange(3.0),
+    }
+    path = tmp_path / "x.pth"
+    torch.save(state, path, _use_new_zipfile_serialization=zipped)
+    want = torch.load(path, weights_only=True)
+    with dcp_rs.open(path) as checkpoint:
+        for name, tensor in want.items():
+            assert same(checkpoint[name], tensor), name
+    assert not dcp_rs.verify(path).problems

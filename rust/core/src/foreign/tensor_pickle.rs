@@ -129,7 +129,7 @@ pub(super) fn parse(bytes: &[u8]) -> FaultResult<StoredTensor> {
 }
 
 /// Checks that each storage has one type and one length. torch takes those of the first use for
-/// every use.
+/// every use. torch saves a storage without elements under one key for all of its types.
 pub(super) fn check_storages_agree(pickle: &Pickle<'_>) -> FaultResult<()> {
     let reader = Reader { pickle };
     let mut known = HashMap::new();
@@ -137,7 +137,7 @@ pub(super) fn check_storages_agree(pickle: &Pickle<'_>) -> FaultResult<()> {
         let Ok((class, key, count)) = reader.storage_parts(id) else {
             continue; // refused where it is used
         };
-        let facts = (pickle.as_global(class), count);
+        let facts = (pickle.as_global(class).filter(|_| count > 0), count);
         if *known.entry(key).or_insert(facts) != facts {
             return Err(odd(&format!("storage {key:?} has two types or lengths")));
         }
@@ -312,6 +312,8 @@ impl<'a> Reader<'a> {
         if sizes.len() != strides.len() || element_count(&sizes).is_none() {
             return Err(odd("its sizes and strides"));
         }
+        // An empty part of a tensor may begin behind the end of the storage.
+        let offset = if sizes.contains(&0) { 0 } else { offset };
         let tensor = StoredTensor {
             key: storage.key.to_owned(),
             storage_len,
