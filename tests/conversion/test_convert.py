@@ -173,6 +173,7 @@ def test_requires_grad_is_kept(source: str, tmp_path: Path) -> None:
     """Of complex numbers that was lost: in a file of torch.save, and where a save took a part of a tensor or its conjugate."""
     kinds = (torch.float32, torch.bfloat16, torch.complex64, torch.complex128)
     state = {str(dtype): torch.ones(4, dtype=dtype, requires_grad=True) for dtype in kinds}
+    state["float8"] = torch.nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn))
     state |= {f"part of {name}": tensor[::2] for name, tensor in state.items()}
     state |= {
         "conjugate": torch.ones(2, dtype=torch.complex64, requires_grad=True).conj(),

@@ -41,7 +41,8 @@ def write(job: Job, result: Path) -> None:
             job.advance(task.nbytes)
         tensor = tensors[tied.get(name, name)].detach()
         if task.item.flags & REQUIRES_GRAD and can_require_grad(task.dtype):
-            tensor.requires_grad_()
+            # torch.load refuses a plain float8 tensor that requires a gradient.
+            return torch.nn.Parameter(tensor)
         return tensor
 
     leaves = ((task.item.position, task.path, value(task)) for task in job.tasks)
