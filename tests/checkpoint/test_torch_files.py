@@ -197,6 +197,22 @@ def test_a_class_that_is_not_allowed_is_named_when_it_is_asked_for(tmp_path):
     assert set(dcp_rs.open(tmp_path / "tensors")) == {"w"}
 
 
+def test_an_error_of_a_value_names_the_file(tmp_path):
+    path, state = tmp_path / "x.pt", {"at": None}
+    torch.save({"at": Forbidden()}, path)
+    ways = {
+        "open": lambda: dcp_rs.open(path)["at"],
+        "load": lambda: dcp_rs.load(state, path),
+        "reader": lambda: dcp_rs.load_state_dict(state, dcp_rs.RsReader(path)),
+        "convert": lambda: dcp_rs.convert(path, tmp_path / "out"),
+        "convert to torch": lambda: dcp_rs.convert(path, tmp_path / "out.pt"),
+    }
+    for way, run in ways.items():
+        with pytest.raises(UnsafePickleError, match=r"value 'at' of .*x\.pt") as raised:
+            run()
+        assert raised.value.path == str(path), way
+
+
 @pytest.mark.parametrize(
     ("content", "error", "why"),
     [

@@ -1,7 +1,7 @@
 """``show``, lists of checkpoints, and commands that people guess."""
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
@@ -70,6 +70,19 @@ def test_mistakes_are_told(arguments, words, shown, dcp_rs_cli, monkeypatch):
     status, out, err = dcp_rs_cli(*arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert words in err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_value_that_is_refused_is_an_error(as_json, tmp_path: Path, dcp_rs_cli):
+    """The command ended with 0, and advised options that it does not have. So did ls."""
+    torch.save({"w": torch.ones(2), "at": PurePosixPath("x")}, tmp_path / "x.pt")
+    status, out, err = dcp_rs_cli("show", tmp_path / "x.pt", "at", *["--json"] * as_json)
+    assert status == 2
+    assert "pathlib.PurePosixPath was not an allowed global" in err
+    assert (json.loads(out)["error"]["tensor"] == "at") if as_json else out == ""
+    listed = dcp_rs_cli("ls", tmp_path / "x.pt", "--values")[1]
+    assert "pathlib.PurePosixPath was not an allowed global" in listed
+    assert "--" not in err + listed
 
 
 def test_folder_of_checkpoints_is_listed(tmp_path: Path, dcp_rs_cli):

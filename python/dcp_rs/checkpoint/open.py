@@ -247,7 +247,7 @@ class Checkpoint(Mapping[str, Any]):
             [self._index.first_chunk(number)], **self._options.engine()
         )
         self._counts.add(Counts(len(data), len(data)))
-        return pickles.load(fqn, data, weights_only=self._weights_only)
+        return pickles.load(fqn, data, weights_only=self._weights_only, path=self.path)
 
     def _view(self, number: int, entry: _core.TensorEntry) -> torch.Tensor | None:
         """Return a tensor over the mapped file that holds it; None if it must be read."""

@@ -14,7 +14,7 @@ from dcp_rs.checkpoint.locate import Tiers, open_index
 from dcp_rs.checkpoint.names import every, hint, natural
 from dcp_rs.checkpoint.views import Views
 from dcp_rs.cli.output import count, for_command_line, json_text, size
-from dcp_rs.errors import DcpRsError, EntryNotFoundError, UnsupportedError
+from dcp_rs.errors import DcpRsError, EntryNotFoundError, UnsafePickleError, UnsupportedError
 from dcp_rs.tensors.nesting import TreePath
 
 #: The formats, for people.
@@ -191,7 +191,12 @@ class Contents:
         (data,) = self.index.read_bytes(
             [first], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 22
         )
-        value = pickles.load(entry.name, data, weights_only=True)
+        try:
+            value = pickles.load(entry.name, data, weights_only=True)
+        except UnsafePickleError as error:
+            # The advice is for loads: no option of a listing runs a pickle.
+            reason = str(error).partition(" Nothing was executed.")[0]
+            raise UnsafePickleError(reason, tensor=entry.name) from error
         if not _is_short(value, 16 * len(data)):
             msg = (
                 f"value {entry.name!r} repeats itself: it is much longer as text than the "
@@ -205,24 +210,33 @@ class Contents:
         if entry.dtype is not None:
             return {}
         try:
-            value = self.value(entry)
-            try:
-                json_text(value)
-            except (TypeError, ValueError):
-                return {"repr": repr(value)}
+            return value_json(self.value(entry))
         except Exception as error:  # noqa: BLE001 - the methods of a forged value may raise anything
             return {"problem": _why_unshown(error)}
-        return {"value": value}
 
     def value_text(self, entry: TensorInfo, most: int) -> str:
         """Return a value, or why it cannot be shown, in one line; nothing for a tensor."""
         if entry.dtype is not None:
             return ""
         try:
-            text = repr(self.value(entry))
+            return value_text(self.value(entry), most)
         except Exception as error:  # noqa: BLE001 - the methods of a forged value may raise anything
             return f"({_why_unshown(error)})"
-        return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
+def value_json(value: Any) -> dict[str, Any]:
+    """Return ``value`` if JSON can hold it, else its ``repr``."""
+    try:
+        json_text(value)
+    except (TypeError, ValueError):
+        return {"repr": repr(value)}
+    return {"value": value}
+
+
+def value_text(value: Any, most: int) -> str:
+    """Return a value in one line of at most ``most`` characters of it."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
 def _nbytes(path: Path) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -169,7 +170,8 @@ def write_result(
         stock.check_nesting(job)
     for task in job.tasks:
         if task.dtype is None and source.format == "torch" and request.weights_only:
-            pickles.check_loadable(task.item.name, source.value(task.item))
+            path = os.fspath(source.path)
+            pickles.check_loadable(task.item.name, source.value(task.item), path=path)
     source.check([task.item for task in job.tasks])
     with (
         _output(job, before) as result,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, cast
@@ -36,7 +37,8 @@ def write(job: Job, result: Path) -> None:
     def value(task: Task) -> Any:
         name = task.item.name
         if task.dtype is None:
-            return pickles.load(name, job.value(task), weights_only=weights_only)
+            data, path = job.value(task), os.fspath(job.source.path)
+            return pickles.load(name, data, weights_only=weights_only, path=path)
         if name in tied:
             job.advance(task.nbytes)
         tensor = tensors[tied.get(name, name)].detach()

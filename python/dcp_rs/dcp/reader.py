@@ -245,11 +245,14 @@ class RsReader(StorageReader):
                     for chunk, item in tensors
                 )
             stored = read_values(index, [chunk for chunk, _ in values], options, counts)
+            path = os.fspath(self.path)
             for (_, item), data in zip(values, stored, strict=True):
-                if _fill_from_value(planner, item, data, weights_only=source.weights_only):
+                if _fill_from_value(
+                    planner, item, data, weights_only=source.weights_only, path=path
+                ):
                     continue
                 if source.weights_only:
-                    pickles.check_loadable(item.storage_index.fqn, data)
+                    pickles.check_loadable(item.storage_index.fqn, data, path=path)
                 planner.load_bytes(item, io.BytesIO(data))
             _read_tensors(index, tensors, planner, options, counts, common)
             if watch is not None and counts.expected:
@@ -398,7 +401,9 @@ def _resolve(planner: Any, item: ReadItem) -> torch.Tensor:
     return tensor
 
 
-def _fill_from_value(planner: Any, item: ReadItem, data: bytes, *, weights_only: bool) -> bool:
+def _fill_from_value(
+    planner: Any, item: ReadItem, data: bytes, *, weights_only: bool, path: str
+) -> bool:
     """Fill a tensor that is stored as a value, as torch's ``load_bytes`` would replace it.
 
     Returns:
@@ -408,7 +413,8 @@ def _fill_from_value(planner: Any, item: ReadItem, data: bytes, *, weights_only:
     tensor = getattr(planner, "state_dict", {}).get(fqn)
     if not isinstance(tensor, torch.Tensor) or _overrides(planner, "load_bytes"):
         return False
-    return fill_tensor(fqn, tensor, pickles.load(fqn, data, weights_only=weights_only))
+    value = pickles.load(fqn, data, weights_only=weights_only, path=path)
+    return fill_tensor(fqn, tensor, value)
 
 
 def _fill(

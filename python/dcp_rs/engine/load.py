@@ -17,6 +17,7 @@ from dcp_rs._progress import Counts, watching
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StrPath
 from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.folders import checkpoint_path
 from dcp_rs.checkpoint.locate import FindRoutes, LoadSource
 from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.engine import cache_sharing, matching
@@ -534,8 +535,9 @@ def _arrange(plan: Plan, job: Load, counts: Counts, values: Mapping[int, bytes])
         own = [chunk for chunk in chunks if chunk not in values]
         read = read_values(index, own, source.read, counts)
         stored = {**values, **dict(zip(own, read, strict=True))}
+        path = checkpoint_path(index)
         plan.values = {
-            fqn: pickles.load(fqn, stored[chunk], weights_only=source.weights_only)
+            fqn: pickles.load(fqn, stored[chunk], weights_only=source.weights_only, path=path)
             for fqn, chunk in zip(reads.values, chunks, strict=True)
         }
         if any(isinstance(reads.flat.values[fqn], torch.Tensor) for fqn in reads.values):

@@ -52,11 +52,16 @@ def dump_named(fqn: str, value: Any) -> bytes:
         raise UnsupportedError(msg, tensor=fqn) from error
 
 
-def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
+def load(fqn: str, data: bytes, *, weights_only: bool, path: str | None = None) -> Any:
     """Unpickle the bytes of the entry ``fqn``.
 
     With ``weights_only``, the bytes are checked before torch reads them, because a small pickle
     can crash torch or exhaust the memory.
+
+    Args:
+        fqn, data: the entry and its bytes.
+        weights_only: as for ``torch.load``.
+        path: the checkpoint, which errors name; None for a value that is being saved.
 
     Raises:
         UnsafePickleError: the value needs more than ``torch.load(weights_only=True)`` allows, or
@@ -64,16 +69,17 @@ def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
         UnsupportedError: without ``weights_only``, a class of the value cannot be imported.
         CorruptDataError: the bytes are not those of ``torch.save``.
     """
+    value = f"value {fqn!r}" if path is None else f"value {fqn!r} of {path}"
     if weights_only and (refusal := _core.refusal(data)) is not None:
         is_damaged, why = refusal
         if is_damaged:
-            msg = f"value {fqn!r} is not what torch.save writes: {why}"
-            raise CorruptDataError(msg, tensor=fqn)
+            msg = f"{value} is not what torch.save writes: {why}"
+            raise CorruptDataError(msg, path=path, tensor=fqn)
         msg = (
-            f"value {fqn!r} is not safe to load: {why}. Nothing was executed. Leave it out "
+            f"{value} is not safe to load: {why}. Nothing was executed. Leave it out "
             "(exclude=), or pass weights_only=False if you trust whoever wrote it."
         )
-        raise UnsafePickleError(msg, tensor=fqn)
+        raise UnsafePickleError(msg, path=path, tensor=fqn)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
     except (MemoryError, OSError):  # not a fault of the value
@@ -81,22 +87,22 @@ def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
     except Exception as error:  # damaged bytes may make torch, or a class, raise anything
         if weights_only and isinstance(error, pickle.UnpicklingError):
             msg = (
-                f"value {fqn!r} does not load under torch.load(weights_only=True): "
+                f"{value} does not load under torch.load(weights_only=True): "
                 f"{_reason(error)}. Nothing was executed. Leave it out (exclude=), allow its types "
                 "with torch.serialization.add_safe_globals, or pass weights_only=False if you "
                 "trust whoever wrote it."
             )
-            raise UnsafePickleError(msg, tensor=fqn) from error
+            raise UnsafePickleError(msg, path=path, tensor=fqn) from error
         if not weights_only and isinstance(error, (ImportError, AttributeError)):
-            msg = f"value {fqn!r} cannot be unpickled here: {error}"
-            raise UnsupportedError(msg, tensor=fqn) from error
-        msg = f"value {fqn!r} cannot be unpickled: {type(error).__name__}: {error}"
-        raise CorruptDataError(msg, tensor=fqn) from error
+            msg = f"{value} cannot be unpickled here: {error}"
+            raise UnsupportedError(msg, path=path, tensor=fqn) from error
+        msg = f"{value} cannot be unpickled: {type(error).__name__}: {error}"
+        raise CorruptDataError(msg, path=path, tensor=fqn) from error
 
 
-def check_loadable(fqn: str, data: bytes) -> None:
+def check_loadable(fqn: str, data: bytes, *, path: str | None = None) -> None:
     """Check that bytes load under ``weights_only=True``. Raise what :func:`load` raises."""
-    load(fqn, data, weights_only=True)
+    load(fqn, data, weights_only=True, path=path)
 
 
 def warn_unless_loadable(fqn: str, value: Any, data: bytes, *, strict: bool = False) -> None:

@@ -10,7 +10,7 @@ import click
 
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
-from dcp_rs.cli.contents import Contents
+from dcp_rs.cli.contents import Contents, value_json, value_text
 from dcp_rs.cli.output import line, print_json, show_shape
 from dcp_rs.errors import PlanError
 
@@ -65,9 +65,9 @@ def _show(
         if part is not None:
             raise PlanError(f"{name!r} is not a tensor: leave --slice out", tensor=name)
         if as_json:
-            print_json({"name": name, **contents.value_json(entry)})
+            print_json({"name": name, **value_json(contents.value(entry))})
         else:
-            line(contents.value_text(entry, 1_000_000))
+            line(value_text(contents.value(entry), 1_000_000))
         return
     from dcp_rs.checkpoint.open import Checkpoint  # it imports torch
     from dcp_rs.options import ReadOptions
