@@ -216,8 +216,8 @@ def _write_copies(
     nbytes = slab_bytes(max_bytes, least=BLOCK_BYTES)
     total = sum(entry.nbytes for _, entry in entries)
     count = max(1, min(max_bytes // nbytes, -(-total // nbytes) + 1))
-    free = new_slabs(count, nbytes, pinned=pinned, fallbacks=fallbacks)
     stream = copy_stream_for(device, fallbacks)
+    free = new_slabs(count, nbytes, pinned=pinned, fallbacks=fallbacks)
     copying: deque[tuple[torch.Tensor, list[Cut], Transfer, Any]] = deque()
     cuts = cut(((entry.nbytes, 1, BLOCK_BYTES) for _, entry in entries), nbytes)
     try:

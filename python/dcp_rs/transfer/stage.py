@@ -67,8 +67,12 @@ class Staging:
                     keys[name] = key = identity(raw)
                     sources.setdefault(key, raw)
             places, sizes = _place(sources)
-            devices = {source.device for source in sources.values()}
-            pin = min(filter(is_accelerator, devices), key=str, default=None)
+            # Before memory is pinned, which fails while a graph is captured.
+            copies = {
+                device: _DeviceCopies(copy_stream_for(device, self.fallbacks))
+                for device in {source.device for source in sources.values() if source.numel()}
+            }
+            pin = min(filter(is_accelerator, copies), key=str, default=None)
             if pool is None:
                 memory = [
                     host_memory(size, pinned=pin is not None, fallbacks=self.fallbacks)
@@ -89,7 +93,8 @@ class Staging:
                     view = _view(memory, places[key], sources[key])
                     views.setdefault(key, view)
                     self.values[name] = _like(value, view)
-                self._copies = _copies(sources, places, views, memory, self.fallbacks)
+                _arrange(copies, sources, places, views, memory)
+                self._copies = list(copies.values())
             except BaseException:
                 self.release()
                 raise
@@ -199,33 +204,26 @@ class _DeviceCopies:
             self.stream.download(targets[0], Transfer(grouped=[(targets, sources)]))
 
 
-def _copies(
+def _arrange(
+    copies: Mapping[torch.device, _DeviceCopies],
     sources: Mapping[Hashable, torch.Tensor],
     places: Mapping[Hashable, _Place],
     views: Mapping[Hashable, torch.Tensor],
     memory: Sequence[torch.Tensor],
-    fallbacks: list[str],
-) -> list[_DeviceCopies]:
-    """Return the copies of tensors to their places. They wait for the present work of the caller.
-
-    The streams begin here, so that the copies wait for no later work.
-    """
-    found: dict[torch.device, _DeviceCopies] = {}
+) -> None:
+    """Add the copies of tensors to their places. They wait for the present work of the caller."""
     with torch.no_grad():
         for key, (block, begin) in places.items():
             source = sources[key]
             if not source.numel():
                 continue
-            device = source.device
-            of_device = found.get(device)
-            if of_device is None:
-                found[device] = of_device = _DeviceCopies(copy_stream_for(device, fallbacks))
+            of_device = copies[source.device]
             # Conjugated in the order of the caller's stream: on the host it would come before the
             # bytes.
             raw = as_integers(source.resolve_conj().resolve_neg())
             end = begin + source.nbytes
             is_large = source.nbytes > _SMALL_BYTES
-            if device.type == "cpu" or (is_large and raw.is_contiguous()):
+            if not is_accelerator(source.device) or (is_large and raw.is_contiguous()):
                 of_device.direct.append((as_integers(views[key]), raw))
                 continue
             if is_large:
@@ -239,10 +237,9 @@ def _copies(
                 continue
             of_device.last = block, begin
             of_device.runs.append((memory[block][begin:end], [(0, raw)]))
-    for of_device in found.values():
+    for of_device in copies.values():
         of_device.stream.reserve(max((run.numel() for run, _ in of_device.runs), default=0))
         of_device.stream.order_after_caller()
-    return list(found.values())
 
 
 def _strided_runs(memory: torch.Tensor, source: torch.Tensor) -> Iterator[_Run]:

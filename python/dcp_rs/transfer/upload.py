@@ -193,11 +193,11 @@ def upload(
     """
     devices = {space_of(device): device for device in {t.tensor.device for t in targets}}
     accelerator = any(map(is_accelerator, devices.values()))
+    streams = {number: copy_stream_for(device, fallbacks) for number, device in devices.items()}
     load = SlabLoad(
         batch, regions, sort=True, accelerator=accelerator, options=options, fallbacks=fallbacks
     )
     with ExitStack() as stack:
-        streams = {number: copy_stream_for(device, fallbacks) for number, device in devices.items()}
         for stream in streams.values():
             stack.callback(stream.order_before_caller)
         stack.enter_context(load)
