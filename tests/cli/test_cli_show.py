@@ -53,6 +53,34 @@ def test_show_prints_json(shown, dcp_rs_cli):
     ]
 
 
+def test_json_has_numbers_of_every_dtype_exactly(tmp_path: Path, dcp_rs_cli):
+    """Those of float64 went through float32, and complex ones ended with a TypeError."""
+    state = {
+        "float64": torch.tensor([0.1, 1e300], dtype=torch.float64),
+        "complex64": torch.tensor([[1 + 2j], [0.5j]]),
+        "complex32": torch.tensor([1 - 1j]).to(torch.complex32),
+    }
+    torch.save(state, tmp_path / "x.pt")
+    said = {
+        name: json.loads(dcp_rs_cli("show", tmp_path / "x.pt", name, "--json")[1])["elements"]
+        for name in state
+    }
+    assert said == {
+        "float64": [0.1, 1e300],
+        "complex64": [[[1, 2]], [[0, 0.5]]],
+        "complex32": [[1, -1]],
+    }
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_dtype_that_torch_cannot_print_is_an_error(as_json, tmp_path: Path, dcp_rs_cli):
+    tensor = torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    torch.save({"four": tensor}, tmp_path / "x.pt")
+    status, _, err = dcp_rs_cli("show", tmp_path / "x.pt", "four", *["--json"] * as_json)
+    assert status == 2
+    assert "'four' is of dtype float4_e2m1fn_x2, which torch cannot print" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

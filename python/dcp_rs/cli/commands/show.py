@@ -12,7 +12,7 @@ from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.contents import Contents, value_json, value_text
 from dcp_rs.cli.output import line, print_json, show_shape
-from dcp_rs.errors import PlanError
+from dcp_rs.errors import PlanError, UnsupportedError
 
 #: The text that torch prints around the elements of a tensor.
 _FRAME = re.compile(r"\Atensor\(|(,\s+(size=\([\d, ]*\)|dtype=[\w.]+))*\)\Z")
@@ -57,7 +57,8 @@ def _show(
 ) -> None:
     """Print the elements of a tensor, or a value.
 
-    Of a large tensor, the elements at its edges are printed. --json prints all of them.
+    Of a large tensor, the elements at its edges are printed. --json prints all of them, and
+    complex numbers as pairs.
     """
     contents = Contents(path, **how)
     entry = contents.entry(name)
@@ -69,13 +70,19 @@ def _show(
         else:
             line(value_text(contents.value(entry), 1_000_000))
         return
-    from dcp_rs.checkpoint.open import Checkpoint  # it imports torch
+    import torch
+
+    from dcp_rs.checkpoint.open import Checkpoint
     from dcp_rs.options import ReadOptions
 
     with Checkpoint(contents.index, options=ReadOptions()) as checkpoint:
         tensor = checkpoint[name] if part is None else checkpoint.get_slice(name)[part]
+        if tensor.dtype == torch.float4_e2m1fn_x2:
+            msg = f"{name!r} is of dtype {entry.dtype}, which torch cannot print"
+            raise UnsupportedError(msg, path=checkpoint.path, tensor=name)
         if as_json:
-            numbers = tensor.float() if tensor.is_floating_point() else tensor
+            numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            numbers = numbers.double() if numbers.is_floating_point() else numbers
             known = {"name": name, "dtype": entry.dtype, "shape": list(tensor.shape)}
             print_json(known | {"elements": numbers.tolist()})
             return
