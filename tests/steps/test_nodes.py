@@ -943,6 +943,42 @@ def test_steps_that_a_run_left_behind_go_to_the_root_no_more(tmp_path, server, a
     assert [got[0] for got in ranks(2, resume, base=base, **at)] == [3, 3]
 
 
+def save_again_while_the_root_is_away(base, root, away, **options):
+    with manager_of(base, root, **options) as manager:
+        manager.save(1, {"x": torch.zeros(3)})
+    turn(away, on=True)
+    manager = manager_of(base, root, **options)
+    state = {"x": torch.zeros(3)}
+    with warnings.catch_warnings(action="ignore"):
+        manager.load(state)
+        manager.save(1, {"x": torch.ones(3)}, force=True)
+    manager._release()
+    turn(away, on=False)
+    with manager_of(base, root, **options) as manager:
+        found = manager.load(state)
+    return found, state["x"].tolist()
+
+
+def test_step_that_was_saved_again_is_newer_than_that_at_the_root(tmp_path, server, away):
+    """The load took the old one from the root, as steps there count as newer than equal ones."""
+    base, at = tmp_path / "nodes", on_store(server, retry_timeout=1)
+    told = ranks(2, save_again_while_the_root_is_away, base=base, away=away, **at)
+    assert told == [(1, [1.0, 1.0, 1.0])] * 2
+    state = {"x": torch.zeros(3)}
+    dcp_rs.load(state, server.url("run/step-1"), storage_options=server.options())
+    assert state["x"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_step_of_a_later_run_at_the_root_is_newer_than_that_on_the_nodes(tmp_path):
+    for value, node in ((0.0, "old"), (1.0, "new")):
+        with CheckpointManager(tmp_path / "root", local=tmp_path / node, no_dist=True) as manager:
+            manager.save(1, {"x": torch.full((3,), value)}, force=True)
+    state = {"x": torch.zeros(3)}
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "old", no_dist=True) as manager:
+        assert manager.load(state) == 1
+    assert state["x"].tolist() == [1.0, 1.0, 1.0]
+
+
 def test_metrics_that_come_before_the_upload_go_with_it(tmp_path, server, away):
     at = on_store(server, retry_timeout=1)
     made = {"storage_options": at["options"], "no_dist": True, "metric": "accuracy"}

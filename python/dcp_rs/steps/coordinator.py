@@ -166,7 +166,7 @@ class Coordinator:
             self._check_may_replace(found, force=force)
         self._supersede(step.number, step.save_id)
         self._settle_older()  # now, as the step is saved already
-        self._store.begin(step.number, step.save_id, step.metrics, files)
+        self._store.begin(step.number, step.save_id, step.metrics, files, saved=step.saved)
         self._begun.add(step.save_id)
         self._late_files = files
 

@@ -66,7 +66,9 @@ class _Held:
             return self.step.is_superseded
         if self.note and self.note.went_back and at_root.saved < self.step.committed:
             return False  # the run left that step behind, and the root was not told yet
-        return at_root.number >= self.step.number
+        if at_root.number == self.step.number:  # it was saved again
+            return at_root.saved >= self.step.saved
+        return at_root.number > self.step.number
 
 
 #: A choice, the files that go from node to node before it is read, and whether it can be read then.

@@ -739,7 +739,7 @@ class StepStore(ABC):
         save_id: str,
         metrics: Mapping[str, float],
         files: Iterable[str] = (),
-        **more: bool,
+        **more: bool | float,
     ) -> None:
         """Create the folder of a step, with the note of the save.
 
@@ -748,7 +748,7 @@ class StepStore(ABC):
             save_id: the id of the save.
             metrics: its metrics.
             files: the names of files of the user, which :meth:`put_files` puts into the folder.
-            more: see :class:`dcp_rs.steps.notes.Note`.
+            more: see :class:`dcp_rs.steps.notes.Note`. By default the save begins now.
         """
         note = self.folder(number) / saving_name(save_id)
         content = {"step": number, "metrics": dict(metrics), "files": sorted(files), **more}
