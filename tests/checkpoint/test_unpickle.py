@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import dcp_rs
 from dcp_rs import RsReader, _core
@@ -60,6 +61,22 @@ def nothing_executed(tmp_path, monkeypatch):
 
 def touch() -> Reduce:
     return Reduce(os.system, ("touch owned",))
+
+
+def test_members_of_enums_by_name(monkeypatch):
+    """Python 3.11.0 to 3.11.3, which is that of Debian 12, pickled them so. Others write the value."""
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda own, _: (getattr, (type(own), own.name))
+    )
+    saved = {"w": torch.arange(6.0).reshape(2, 3), "n": 7}
+    dcp.save(saved, checkpoint_id="stock", no_dist=True)
+    assert b"TORCH_CONTIGUOUS_FORMAT" in Path("stock/.metadata").read_bytes()
+    loaded = {"w": torch.zeros(2, 3), "n": 0}
+    dcp_rs.load(loaded, "stock", no_dist=True)
+    assert not state_differences(saved, loaded)
+    dcp_rs.convert("stock", "back", to="dcp")
+    dcp.load(loaded, checkpoint_id="back", no_dist=True)
+    assert not state_differences(saved, loaded)
 
 
 def folder_with(data: bytes) -> str:

@@ -48,6 +48,10 @@ pub struct StockItem {
 /// cannot hold; to an empty list if all of the data is an object.
 const LEFT_OUT: &str = "dcp_rs.left_out";
 
+/// The members of torch's enum of memory formats, by value.
+const MEMORY_FORMATS: [&str; 3] =
+    ["TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT"];
+
 /// Allows every global: none is imported or called. The fields that are read say what an object is,
 /// since some trainers have classes of their own with torch's fields. All other content is skipped.
 const RULES: Rules = Rules { allow: |_, _| true, persistent: false, keep: true, places: false };
@@ -262,17 +266,23 @@ impl<'a> Reader<'a> {
             }
             _ => return Err(bad("its layout")),
         }
-        let format = match pickle.as_object(*format) {
-            Some((_, [Item::Int(code)], None)) => match code {
-                0 => 0_u8,
-                1 => 1,
-                2 => 2,
-                _ => return Err(bad("its memory format")),
-            },
-            _ => return Err(bad("its memory format")),
-        };
+        let format = self.memory_format(*format).ok_or_else(|| bad("its memory format"))?;
         let bit = |item: &Item, bit: u8| if *item == Item::Bool(true) { bit } else { 0 };
         Ok((dtype, bit(requires_grad, 1) | bit(pin_memory, 2) | format << 2))
+    }
+
+    /// Returns the code of a memory format. Python 3.11.0 to 3.11.3 stored members of an enum by
+    /// name, other versions by value.
+    fn memory_format(&self, item: Item) -> Option<u8> {
+        let code = match self.pickle.as_object(item)? {
+            ((_, "getattr"), [_, name], None) => {
+                let name = self.pickle.as_str(*name)?;
+                MEMORY_FORMATS.iter().position(|known| *known == name)?
+            }
+            (_, [Item::Int(code)], None) => usize::try_from(*code).ok()?,
+            _ => return None,
+        };
+        (code < MEMORY_FORMATS.len()).then_some(code as u8)
     }
 
     fn dims(&self, item: Option<Item>) -> Option<Dims> {
