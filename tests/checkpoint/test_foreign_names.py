@@ -16,23 +16,33 @@ POINTER = (
     b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\n"
     b"size 12345\n"
 )
+#: What downloads leave in place of a file, and the words for it.
+STAND_INS = {
+    "a pointer": (POINTER, "git lfs pull"),
+    "a web page": (b"\n<!DOCTYPE html>\n<html><body>Not found</body></html>", "web page"),
+    "html": (b"<HTML><body>Please log in</body></HTML>", "web page"),
+}
 
 
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "model.pt", "pytorch_model.bin", "model.safetensors.index.json"]
 )
-def test_pointer_of_git_lfs_is_named(name, tmp_path):
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_file_in_place_of_the_real_one_is_named(kind, name, tmp_path):
     """It was a "header of 2336927755350992246 bytes"."""
-    (tmp_path / name).write_bytes(POINTER)
+    content, words = STAND_INS[kind]
+    (tmp_path / name).write_bytes(content)
     for path in [tmp_path / name] + [tmp_path] * (not name.endswith(".pt")):
-        with pytest.raises((CorruptDataError, CorruptIndexError), match="git lfs pull"):
+        with pytest.raises((CorruptDataError, CorruptIndexError), match=words):
             dcp_rs.open(path)
 
 
-def test_pointer_in_place_of_metadata_is_named(tmp_path):
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_file_in_place_of_metadata_is_named(kind, tmp_path):
+    content, words = STAND_INS[kind]
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
-    (tmp_path / ".metadata").write_bytes(POINTER)
-    with pytest.raises(CorruptIndexError, match="git lfs pull"):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CorruptIndexError, match=words):
         dcp_rs.open(tmp_path)
 
 

@@ -88,6 +88,35 @@ def test_model_that_loaders_take_is_opened(tmp_path, kind):
     assert dcp_rs.verify(folder).ok
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        ["adapter_model.safetensors"],
+        ["consolidated.safetensors", "adapter_model.safetensors"],
+        ["adapter_model-00001-of-00002.safetensors", "adapter_model-00002-of-00002.safetensors"],
+    ],
+)
+@pytest.mark.parametrize("is_series", [False, True])
+def test_weights_of_torch_save_are_the_model_beside_other_safetensors(beside, is_series, tmp_path):
+    """The adapter opened in silence. transformers 5.23 loads the weights."""
+    if is_series:
+        files = {"w": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
+        for name, file in files.items():
+            torch.save({name: BASE[name]}, tmp_path / file)
+        write_index(tmp_path, "pytorch_model.bin.index.json", files)
+    else:
+        torch.save(BASE, tmp_path / "pytorch_model.bin")
+    for i, name in enumerate(beside):
+        save_file({f"lora_{i}": torch.ones(2)}, tmp_path / name)
+    assert same(contents(tmp_path), BASE)
+    (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": beside[0]}))
+    if len(beside) == 1:
+        assert contents(tmp_path).keys() == {"lora_0"}
+    (tmp_path / "config.json").unlink()
+    save_file(ADAPTER, tmp_path / "model.safetensors")
+    assert same(contents(tmp_path), ADAPTER)
+
+
 def test_the_configuration_of_a_model_names_its_file(tmp_path):
     make_folder(tmp_path / "model", ["model.safetensors"], ["adapter_model.safetensors"])
     (tmp_path / "model" / "config.json").write_text(

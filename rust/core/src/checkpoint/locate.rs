@@ -130,8 +130,10 @@ fn models(files: Files<'_>, path: &Path) -> Result<Foreign> {
         None => models::known_names(files, path)?,
     };
     let dir = path.to_owned();
-    // Like transformers, prefer safetensors.
-    if let Some(model) = models::choose(files, path, &names, &models::SAFETENSORS)? {
+    // Like transformers, prefer safetensors. Those of other names may be an adapter.
+    if !models::is_loaded_by_torch(files, path, &names)
+        && let Some(model) = models::choose(files, path, &names, &models::SAFETENSORS)?
+    {
         return Ok(Foreign::Safetensors { dir, model });
     }
     if let Some(model) = models::choose(files, path, &names, &models::TORCH)? {

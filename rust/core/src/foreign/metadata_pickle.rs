@@ -5,8 +5,8 @@ use std::path::Path;
 
 use super::fault::{Fault, FaultResult};
 use super::pickle::{Described, Item, MAX_DEPTH, Node, Pickle, Rules, most_bytes};
+use super::stand_in;
 use super::tensor_pickle::dims;
-use super::{LFS_POINTER, is_lfs_pointer};
 use crate::format::{ChunkEntry, Kind, TensorEntry, Value, parse_uuid};
 use crate::geometry::Dims;
 use crate::paths::{Reach, reach};
@@ -66,8 +66,8 @@ fn odd(what: impl Into<String>) -> Fault {
 }
 
 fn read(bytes: &[u8]) -> FaultResult<StockMetadata> {
-    if is_lfs_pointer(bytes) {
-        return Err(odd(LFS_POINTER));
+    if let Some(what) = stand_in(bytes) {
+        return Err(odd(what));
     }
     let pickle = Pickle::parse(bytes, &RULES)?;
     let mut reader = Reader {

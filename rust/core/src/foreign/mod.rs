@@ -29,12 +29,15 @@ pub use template::{Filled, Template};
 
 use std::path::PathBuf;
 
-/// Reason for refusing a file that git-lfs left in place of the real one.
-const LFS_POINTER: &str = "it is a pointer of git-lfs, not the file itself: run `git lfs pull`";
-
-/// Returns whether a file with this start is a pointer of git-lfs.
-fn is_lfs_pointer(start: &[u8]) -> bool {
-    start.starts_with(b"version https://git-lfs.github.com/spec/")
+/// Returns what a file with this start is, if a download left it in place of the real one.
+fn stand_in(start: &[u8]) -> Option<&'static str> {
+    if start.starts_with(b"version https://git-lfs.github.com/spec/") {
+        return Some("it is a pointer of git-lfs, not the file itself: run `git lfs pull`");
+    }
+    let text = start.trim_ascii_start();
+    let begins = |tag: &[u8]| text.get(..tag.len()).is_some_and(|t| t.eq_ignore_ascii_case(tag));
+    (begins(b"<!doctype html") || begins(b"<html"))
+        .then_some("it is a web page, not the file itself: download it again")
 }
 
 /// A foreign checkpoint.

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::{LFS_POINTER, is_lfs_pointer};
+use super::stand_in;
 use crate::format::DataFileName;
 use crate::paths::{Reach, reach};
 use crate::store::{Files, MOST_JSON};
@@ -161,6 +161,16 @@ pub(crate) fn choose(
     }
 }
 
+/// Returns whether loaders look for a file of `torch.save` in the folder, and for no safetensors
+/// file.
+pub(crate) fn is_loaded_by_torch(from: Files<'_>, dir: &Path, names: &[String]) -> bool {
+    let has_loaded =
+        |family: &Family| family.loaded.iter().any(|&name| names.iter().any(|there| there == name));
+    has_loaded(&TORCH)
+        && !has_loaded(&SAFETENSORS)
+        && named_by_config(from, dir, names).is_none_or(|name| !name.ends_with(SAFETENSORS.suffix))
+}
+
 /// Returns those of the names that loaders look for that exist, for a folder that cannot be listed.
 pub(crate) fn known_names(from: Files<'_>, dir: &Path) -> Result<Vec<String>> {
     let Files::Remote(connection, control) = from else {
@@ -310,8 +320,8 @@ fn read_weight_map(from: Files<'_>, dir: &Path, name: &str) -> Result<HashMap<St
     let Some(text) = from.read(&path, MOST_JSON)? else {
         return Err(Error::corrupt_file(&path, "it is missing"));
     };
-    if is_lfs_pointer(&text) {
-        return Err(Error::corrupt_index(&path, 0, LFS_POINTER));
+    if let Some(what) = stand_in(&text) {
+        return Err(Error::corrupt_index(&path, 0, what));
     }
     let mut index: HfIndex = serde_json::from_slice(&text).map_err(|e| {
         Error::corrupt_index(&path, 0, format!("line {} column {}: {e}", e.line(), e.column()))

@@ -10,7 +10,7 @@ use std::path::Path;
 use super::fault::{Fault, FaultResult};
 use super::models::Model;
 use super::sharding::Sharding;
-use super::{LFS_POINTER, is_lfs_pointer};
+use super::stand_in;
 use crate::checkpoint::part_of;
 use crate::format::safetensors as st;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, SourceKind, TensorEntry, Value};
@@ -54,8 +54,8 @@ const FIRST_READ: u64 = 64 << 10;
 /// Reads the header of a file.
 pub(crate) fn read_header(files: Files<'_>, path: &Path) -> Result<(Stat, st::Header)> {
     let (stat, mut head) = files.stat_with_start(path, FIRST_READ)?;
-    if is_lfs_pointer(&head) {
-        return Err(Error::corrupt_index(path, 0, LFS_POINTER));
+    if let Some(what) = stand_in(&head) {
+        return Err(Error::corrupt_index(path, 0, what));
     }
     let bad = |e: st::HeaderError| Error::corrupt_index(path, e.offset, e.reason);
     if let Some(prefix) = head.first_chunk::<8>() {

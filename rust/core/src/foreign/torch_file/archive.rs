@@ -9,10 +9,10 @@ use super::parts::{Parts, RULES, StorageRecord};
 use super::tree::{self, Tree};
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::Pickle;
+use crate::foreign::stand_in;
 use crate::foreign::tensor_pickle;
 use crate::foreign::window::{Fetched, SourceFile, Window, joined};
 use crate::foreign::zip::{Archive, LOCAL_MAGIC, Record};
-use crate::foreign::{LFS_POINTER, is_lfs_pointer};
 use crate::store::{Files, Stat};
 use crate::{Error, Result, parallel};
 
@@ -249,9 +249,9 @@ fn kind_of(window: &Window<'_>) -> FaultResult<Format> {
     if is_legacy(&start) {
         return Ok(Format::Legacy);
     }
-    let pointer = window.get(0, window.len.min(64))?;
-    if is_lfs_pointer(&pointer) {
-        return Err(Fault::corrupt(0, LFS_POINTER));
+    let beginning = window.get(0, window.len.min(64))?;
+    if let Some(what) = stand_in(&beginning) {
+        return Err(Fault::corrupt(0, what));
     }
     let ustar = window.get(257, 5);
     if ustar.is_ok_and(|magic| *magic == *b"ustar") {
