@@ -140,7 +140,21 @@ def test_choosing_and_renaming(tmp_path: Path) -> None:
         dcp_rs.convert(tmp_path / "src", tmp_path / "clash", rename=lambda _: "x")
     with pytest.raises(PlanError, match=r"none of the 15 entries is wanted by include='absent\*'$"):
         dcp_rs.convert(tmp_path / "src", tmp_path / "none", include="absent*")
+    with pytest.raises(PlanError, match=r"is wanted by include='absent\*'$"):
+        dcp_rs.convert(tmp_path / "src", tmp_path / "none", include=["absent*"])
     assert {entry.name for entry in tmp_path.iterdir()} == {"src", "hf", "new", "x.pt"}
+
+
+@pytest.mark.parametrize("name", ["x.gguf", "x.npz", "x.onnx"])
+def test_an_ending_of_other_files_is_an_error(name: str, tmp_path: Path) -> None:
+    """A folder of dcp-rs was written under this name."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    for write in (dcp_rs.convert, lambda path, out: dcp_rs.merge([path, path], out)):
+        with pytest.raises(ValueError, match=r"no \.\w+ files are written; choose .* with to="):
+            write(tmp_path / "x.pt", tmp_path / name)
+    assert not (tmp_path / name).exists()
+    dcp_rs.convert(tmp_path / "x.pt", tmp_path / name, to="dcp-rs")
+    assert set(dcp_rs.open(tmp_path / name)) == {"w"}
 
 
 @pytest.mark.parametrize("source", ["torch", "dcp-rs", "dcp"])

@@ -58,7 +58,8 @@ def convert(
             ``.safetensors``. Or the URL of one on a store. Except for ``to="dcp-rs"``, the result
             is then written to a temporary folder of this machine (``TMPDIR``), and uploaded.
         to: the format. Default: by the ending of ``out``: ``"torch"`` for ``.pt``, ``.pth`` and
-            ``.bin``, ``"safetensors"`` for ``.safetensors``, else ``"dcp-rs"``. ``"dcp-rs"`` and
+            ``.bin``, ``"safetensors"`` for ``.safetensors``, else ``"dcp-rs"``. An ending of
+            files that it does not write, such as ``.gguf``, is an error. ``"dcp-rs"`` and
             ``"dcp"`` hold everything, and keep the pieces in which tensors are stored.
             ``"safetensors"`` holds tensors of common types, under the file names that
             ``transformers`` looks for. ``"torch"`` holds everything in one file.

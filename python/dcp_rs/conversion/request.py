@@ -41,6 +41,8 @@ _ENDINGS: dict[str, Format] = {
     ".bin": "torch",
     ".safetensors": "safetensors",
 }
+#: Endings of files that this package does not write. A folder of such a name is a mistake.
+_NOT_WRITTEN = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pkl", ".zip")
 
 
 class ConvertArguments(TypedDict, total=False):
@@ -135,6 +137,9 @@ class WriteRequest:
 
     def __post_init__(self) -> None:
         check_choice("to", self.target, *get_args(Format))
+        if self.to is None and self.suffix in _NOT_WRITTEN:
+            msg = f"{self.out}: no {self.suffix} files are written; choose a format with to="
+            raise ValueError(msg)
         check_positive("shards", self.shards)
         if not self.name or "/" in self.name:
             msg = f"name={self.name!r}: what files are called"
@@ -156,8 +161,14 @@ class WriteRequest:
     @property
     def globs(self) -> str:
         """The globs that were given, for messages."""
+
+        def shown(globs: Globs) -> str:
+            return repr(globs[0] if isinstance(globs, Sequence) and len(globs) == 1 else globs)
+
         both = {"include": self.include, "exclude": self.exclude}
-        return ", ".join(f"{name}={globs!r}" for name, globs in both.items() if globs is not None)
+        return ", ".join(
+            f"{name}={shown(globs)}" for name, globs in both.items() if globs is not None
+        )
 
     @property
     def target(self) -> Format:
