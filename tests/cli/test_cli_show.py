@@ -114,21 +114,26 @@ def test_a_value_that_is_refused_is_an_error(as_json, tmp_path: Path, dcp_rs_cli
 
 
 def test_folder_of_checkpoints_is_listed(tmp_path: Path, dcp_rs_cli):
-    """Readable checkpoints of torch were an error."""
+    """Readable checkpoints of torch were an error. Those of transformers without safetensors were left out."""
     save_stock({"w": torch.ones(2)}, tmp_path / "checkpoint-100")
+    (tmp_path / "checkpoint-8").mkdir()
+    torch.save({"w": torch.ones(2)}, tmp_path / "checkpoint-8" / "pytorch_model.bin")
+    torch.save({"s": torch.ones(2)}, tmp_path / "checkpoint-8" / "optimizer.pt")
     dcp_rs.save({"w": torch.ones(2), "step": 1}, tmp_path / "checkpoint-9", no_dist=True)
     (tmp_path / "checkpoint-99").mkdir()
     (tmp_path / "checkpoint-99" / ".metadata").write_bytes(b"cut off")
     status, out, _ = dcp_rs_cli("ls", tmp_path)
     assert status == 0
     lines = out.splitlines()
-    assert [one.split()[-1] for one in lines[1:3]] == ["checkpoint-9", "checkpoint-100"]
-    assert "stock DCP" in lines[2]
-    assert lines[3].startswith("does not open  ")
-    assert "checkpoint-99" in lines[3]
-    assert lines[4] == "3 checkpoints"
+    names = ["checkpoint-8", "checkpoint-9", "checkpoint-100"]
+    assert [one.split()[-1] for one in lines[1:4]] == names
+    assert "torch.save" in lines[1]
+    assert "stock DCP" in lines[3]
+    assert lines[4].startswith("does not open  ")
+    assert "checkpoint-99" in lines[4]
+    assert lines[5] == "4 checkpoints"
     found = json.loads(dcp_rs_cli("ls", tmp_path, "--json")[1])["checkpoints"]
-    assert [one.get("format") for one in found] == ["dcp-rs", None, "dcp"]
+    assert [one.get("format") for one in found] == ["torch", "dcp-rs", None, "dcp"]
 
 
 def test_chunks_of_a_tensor_are_listed_with_their_files(tmp_path: Path, dcp_rs_cli):

@@ -46,13 +46,22 @@ from dcp_rs.options import ReadOptions, check_choice, check_switch, given, split
 
 #: The name of a model on the Hugging Face hub: owner and model.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+#: The names of models, by the ending of their files.
+_MODELS = {
+    ".safetensors": ("model", "diffusion_pytorch_model", "adapter_model"),
+    ".bin": ("pytorch_model", "diffusion_pytorch_model", "adapter_model"),
+}
 #: The files by which a folder is recognized as a checkpoint.
-_MODELS = ("model", "diffusion_pytorch_model", "adapter_model")
 MARKS = frozenset(
     {
         INDEX_NAME,
         STOCK_NAME,
-        *(name + end for name in _MODELS for end in (".safetensors", ".safetensors.index.json")),
+        *(
+            f"{name}{end}"
+            for ending, names in _MODELS.items()
+            for name in names
+            for end in (ending, f"{ending}.index.json")
+        ),
     }
 )
 #: The most folders that a suggestion looks at, and names.
