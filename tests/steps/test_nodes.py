@@ -1031,10 +1031,22 @@ def exchange_files(base, broken):
         (folder / "0-200000").write_bytes(b"")
     if group.rank == 1 and broken == "full":
         (folder / "0-1.0000000000000000.tmp").mkdir()
+    opens, open_path = [], Path.open
+
+    def noting_open(path, mode="r", **more):
+        if mode == "rb":
+            opens.append(path)
+        return open_path(path, mode, **more)
+
+    Path.open = noting_open
     try:
         unread = group.all_gather(lambda: exchange.send_files(group, transfers, folder, fsync=True))
     except OSError as error:
         return type(error)
+    finally:
+        Path.open = open_path
+    # Only reads in sequence bring a file into the page cache in large folios.
+    assert len(opens) == len(set(opens)), "a file was opened for each block"
     got = {
         path.name
         for path in folder.iterdir()
