@@ -1072,7 +1072,8 @@ def test_files_go_from_node_to_node_or_their_error_does(tmp_path, broken):
 # --- costs
 
 
-def count_collectives(base, root, **options):
+def counts_of(*calls):
+    """The collectives of each call."""
     from collections import Counter
 
     from dcp_rs.engine.ranks import RankGroup
@@ -1086,21 +1087,29 @@ def count_collectives(base, root, **options):
             return whole(self, value)
 
         setattr(RankGroup, name, counted)
-    manager = manager_of(base, root, **options)
-    rows = {"rows": state_of(1)["rows"]}  # of each rank its own: no file has to be sent
     found = []
-    for work in (
-        lambda: manager.save(1, rows),
-        lambda: manager.save(2, rows),
-        lambda: manager.load(rows),
-    ):
+    for work in calls:
         counts.clear()
         work()
         found.append(dict(counts))
-        while len(steps_at(root)) < min(len(found), 2):  # a load would go on with the uploads
-            time.sleep(0.01)
-    manager.close()
     return found
+
+
+def count_collectives(base, root, **options):
+    def save(step):
+        manager.save(step, rows)
+        while len(steps_at(root)) < step:  # a load would go on with the uploads
+            time.sleep(0.01)
+
+    manager = manager_of(base, root, **options)
+    rows = {"rows": state_of(1)["rows"]}  # of each rank its own: no file has to be sent
+    return counts_of(lambda: save(1), lambda: save(2), lambda: manager.load(rows), manager.close)
+
+
+def count_collectives_of_a_load(base, root):
+    manager = manager_of(base, root, copies=1)
+    rows = {"rows": state_of(-1)["rows"]}
+    return counts_of(lambda: manager.load(rows), manager.close)
 
 
 @pytest.mark.parametrize(("size", "copies"), [(2, 0), (4, 1)])
@@ -1109,6 +1118,14 @@ def test_number_of_collectives(tmp_path, size, copies):
     how = {"base": tmp_path / "nodes", "root": tmp_path / "root", "copies": copies}
     outcomes = rank_outcomes(size, call, count_collectives, how, fresh=True)
     for outcome in outcomes:
-        first, second, load = outcome.value
+        first, second, load, close = outcome.value
         assert first == second == {"_all_gather": 4, "_gather": 4, "_scatter": 1, "_broadcast": 3}
         assert load == {"_all_gather": 6, "_gather": 4, "_scatter": 2, "_broadcast": 2}
+        assert close == {"_all_gather": 2}
+    if copies:
+        shutil.rmtree(tmp_path / "nodes" / "node1")
+        how = {"base": tmp_path / "nodes", "root": tmp_path / "root"}
+        for outcome in rank_outcomes(size, call, count_collectives_of_a_load, how, fresh=True):
+            load, close = outcome.value
+            assert load == {"_all_gather": 8, "_gather": 4, "_scatter": 2, "_broadcast": 2}
+            assert close == {"_all_gather": 2}

@@ -657,9 +657,9 @@ def _read_with_peers(
         _run(job, _prepare(plan, job, counts))
         return
     peers = PeerReads(index, ranks, routes, options)
-    values = ranks.run(lambda: peers.values(chunks))
 
     def prepare() -> tuple[int, list[Target]]:
+        values = peers.values(chunks)
         passes = _arrange(plan, job, counts, values)  # tied tensors may be out of sight
         targets = reads.whole_targets(index) if routes.sources else []
         may_be_sent = set(reads.batch.at_once())

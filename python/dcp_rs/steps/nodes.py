@@ -407,12 +407,15 @@ class Nodes:
         Raises:
             StorageError: steps are not at the root. They stay on the nodes.
         """
-        ranks = self.ranks
-        self.uploads.end()
-        while not all(ranks.all_gather(partial(self.uploads.has_ended, _LOOK))):
-            pass
-        ranks.broadcast(self.uploads.run_once)  # now that all nodes sent what they could
-        left = sorted(set().union(*ranks.all_gather(self.uploads.pending)))
+        ranks, uploads = self.ranks, self.uploads
+        uploads.end()
+        told = [(False, set[int]())]
+        while not all(ended for ended, _ in told):
+            told = ranks.all_gather(self._look_at_uploads)
+        if any(pending for _, pending in told):
+            ranks.broadcast(uploads.run_once)  # now that all nodes sent what they could
+            told = ranks.all_gather(self._look_at_uploads)
+        left = sorted(set().union(*(pending for _, pending in told)))
 
         def check() -> None:
             self.warn()
@@ -425,3 +428,7 @@ class Nodes:
                 raise StorageError(msg, path=self.root_store.path)
 
         ranks.run(check)
+
+    def _look_at_uploads(self) -> tuple[bool, set[int]]:
+        """Wait a while for this node. Return whether its uploads ended, and the steps left."""
+        return self.uploads.has_ended(_LOOK), self.uploads.pending()
