@@ -10,6 +10,7 @@ import itertools
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -51,8 +52,9 @@ class PeerReads:
     def __init__(
         self, index: _core.Index, ranks: RankGroup, routes: Routes, options: ReadOptions
     ) -> None:
-        self._index, self._ranks, self._options = index, ranks, options
-        self._routes = routes
+        self._index, self._ranks, self._routes = index, ranks, routes
+        # Reads are small: further threads would wait for a core longer than they copy.
+        self._options = replace(options, threads=1).engine()
         self._askers = sorted(routes.askers)
         self._sources = sorted(set(routes.sources.values()))
         room = _BUFFER_BYTES // (_ON_THE_WAY * max(1, routes.most))
@@ -79,7 +81,7 @@ class PeerReads:
         """
 
         def answer(wanted: list[int]) -> dict[int, bytes]:
-            data = self._index.read_bytes(wanted, **self._options.engine())
+            data = self._index.read_bytes(wanted, **self._options)
             return dict(zip(wanted, data, strict=True))
 
         with self._ranks.talking():
@@ -145,7 +147,7 @@ class PeerReads:
                 return
 
     def _read(self, piece: Piece, buffer: torch.Tensor) -> None:
-        self.counts.add(self._index.read_chunks(piece.reads(buffer), **self._options.engine()))
+        self.counts.add(self._index.read_chunks(piece.reads(buffer), **self._options))
 
     def _messages(self, to: Mapping[int, T], of: Iterable[int]) -> dict[int, T]:
         """Send an object to each of some ranks. Return those that come from others."""

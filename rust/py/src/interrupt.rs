@@ -23,6 +23,20 @@ pub fn run<T: Send>(
     run_with(py, None, 0, work)
 }
 
+/// Like [`run`], for work without notices. Only the main thread has signals to watch for: on another
+/// one the work runs in place, as two more changes of threads take long where cores are busy.
+pub fn run_here<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce(&Control) -> Result<T> + Send,
+) -> PyResult<T> {
+    let threading = py.import("threading")?;
+    let main = threading.call_method0("main_thread")?;
+    if threading.call_method0("current_thread")?.is(&main) {
+        return run(py, work);
+    }
+    py.detach(|| work(&Control::new())).into_py(py)
+}
+
 /// Like [`run`], with the caller's control.
 pub fn run_under<T: Send>(
     py: Python<'_>,

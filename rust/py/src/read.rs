@@ -100,7 +100,7 @@ pub fn memory(
 /// That of [`Gather::read`].
 unsafe fn run(py: Python<'_>, gather: &Gather, options: &ReadOptions) -> PyResult<ReadStats> {
     // SAFETY: the caller guarantees it.
-    interrupt::run(py, |control| unsafe { gather.read(options, control) })
+    interrupt::run_here(py, |control| unsafe { gather.read(options, control) })
 }
 
 /// Reads one pass of a batch without the GIL.
