@@ -33,6 +33,7 @@ from dcp_rs.errors import (
     StorageError,
     UnsupportedError,
 )
+from dcp_rs.steps.folder_store import FolderStepStore
 from support import rank_outcomes, run_ranks
 from support.object_server import Fault, object_server
 
@@ -685,6 +686,30 @@ def test_step_that_exists_is_replaced_by_force_alone(tmp_path):
         dcp_rs.load(state, path)
         assert torch.equal(state["x"], torch.ones(3))
         assert len(data_files(path)) == 1
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_upload_that_is_not_wanted_any_more_leaves_no_data(tmp_path, monkeypatch, again):
+    """A step is saved again, or deleted, between the upload of its data and that of its index."""
+    is_sent, go_on = threading.Event(), threading.Event()
+    put_file = FolderStepStore.put_file
+
+    def put(store, path, to):
+        put_file(store, path, to)
+        is_sent.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(FolderStepStore, "put_file", put)
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "node", no_dist=True) as manager:
+        manager.save(1, {"x": torch.zeros(3)})
+        assert is_sent.wait(60)
+        if again:
+            manager.save(1, {"x": torch.ones(3)}, force=True)
+        else:
+            manager.delete(1)
+        go_on.set()
+    assert len(data_files(tmp_path / "root/step-1")) == again
+    assert manager.latest_step() == (1 if again else None)
 
 
 def test_delete_removes_a_step_everywhere(tmp_path):

@@ -44,7 +44,7 @@ def killed(manager, step):
     store.begin(step, save_id, {})
     path = store.folder(step)
     dcp_rs.save(state_of(step), path, save_id=save_id, no_dist=True, **store.access)
-    store._remove_files([path / "index.dcprs"])
+    store.remove_files([path / "index.dcprs"])
 
 
 def names_in(run):

@@ -94,7 +94,8 @@ class FolderStepStore(StepStore):
     def _rename(self, path: Path, to: Path) -> None:
         path.rename(to)
 
-    def _remove_files(self, paths: Sequence[Path]) -> None:
+    def remove_files(self, paths: Sequence[Path]) -> None:
+        """Remove files. See :meth:`StepStore.remove_files`."""
         for path in paths:
             path.unlink(missing_ok=True)
 

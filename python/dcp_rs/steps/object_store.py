@@ -105,9 +105,10 @@ class ObjectStepStore(StepStore):
         if data is None:
             raise FileNotFoundError(f"{path} is gone")
         self._put(to, data)
-        self._remove_files([path])
+        self.remove_files([path])
 
-    def _remove_files(self, paths: Sequence[Path]) -> None:
+    def remove_files(self, paths: Sequence[Path]) -> None:
+        """Remove files. See :meth:`StepStore.remove_files`."""
         if paths:
             self._store().remove(paths)
 
@@ -164,7 +165,7 @@ class ObjectStepStore(StepStore):
         """Delete data before notes, which tell what the data is."""
         for are_notes in (False, True):
             some = sorted(n for n in names if (notes.id_of(n) is not None) == are_notes)
-            self._remove_files([path / name for name in some])
+            self.remove_files([path / name for name in some])
 
     def remove_left(self, left: SkippedStep) -> None:
         """Remove what is older than a day. See :meth:`StepStore.remove_left`."""

@@ -287,7 +287,7 @@ class StepStore(ABC):
         """
 
     @abstractmethod
-    def _remove_files(self, paths: Sequence[Path]) -> None:
+    def remove_files(self, paths: Sequence[Path]) -> None:
         """Remove files. Ignore those that do not exist."""
 
     @abstractmethod
@@ -793,8 +793,8 @@ class StepStore(ABC):
         others = [folder / name for name in names if notes.id_of(name) != save_id]
         own, *read = [notes.read(data) for data in self._read([saved, *others])]
         theirs = {file for note in read if note and own for file in note.files - own.files}
-        self._remove_files([folder / file for file in theirs])
-        self._remove_files(others)  # last, as they tell what the files are
+        self.remove_files([folder / file for file in theirs])
+        self.remove_files(others)  # last, as they tell what the files are
 
     def annotate(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Store metrics that came after the save, beside those that were stored before."""

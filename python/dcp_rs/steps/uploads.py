@@ -102,6 +102,10 @@ class Uploads:
         with self._changed:
             return {each.number for each in self._queue}
 
+    def _is_queued(self, step: _Upload) -> bool:
+        with self._changed:
+            return step in self._queue
+
     def drop(self, steps: Container[int]) -> None:
         """Upload these steps no more."""
         with self._changed:
@@ -191,13 +195,15 @@ class Uploads:
                 force = note is not None and note.replaces
                 self._coordinator.begin_upload(found, extra, force=force)
             step.has_begun = True
-        while step.files:
+        own = [to / name for name in step.files]
+        while step.files and self._is_queued(step):
             self._root.put_file(folder / step.files[0], to / step.files[0])
             del step.files[0]
-        if self._coordinator is None:
-            return True
         with self._lock:
-            if step not in self._queue:  # it was dropped meanwhile
+            if not self._is_queued(step):  # it was dropped meanwhile: nothing will name its data
+                self._root.remove_files(own)
+                return True
+            if self._coordinator is None:
                 return True
             later = folder / annotated_name(step.save_id)
             metrics = {later.name: later.read_bytes()} if later.exists() else {}
