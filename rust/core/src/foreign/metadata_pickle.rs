@@ -274,15 +274,16 @@ impl<'a> Reader<'a> {
     /// Returns the code of a memory format. Python 3.11.0 to 3.11.3 stored members of an enum by
     /// name, other versions by value.
     fn memory_format(&self, item: Item) -> Option<u8> {
-        let code = match self.pickle.as_object(item)? {
+        let mut codes = (0..).zip(MEMORY_FORMATS);
+        let (code, _) = match self.pickle.as_object(item)? {
             ((_, "getattr"), [_, name], None) => {
                 let name = self.pickle.as_str(*name)?;
-                MEMORY_FORMATS.iter().position(|known| *known == name)?
+                codes.find(|(_, known)| *known == name)?
             }
-            (_, [Item::Int(code)], None) => usize::try_from(*code).ok()?,
+            (_, [Item::Int(value)], None) => codes.find(|(code, _)| i64::from(*code) == *value)?,
             _ => return None,
         };
-        (code < MEMORY_FORMATS.len()).then_some(code as u8)
+        Some(code)
     }
 
     fn dims(&self, item: Option<Item>) -> Option<Dims> {
