@@ -179,6 +179,19 @@ def test_a_state_dict_that_does_not_fit_is_no_damage(run):
             loaded(manager)
 
 
+@pytest.mark.parametrize("how", ["root", "nodes"])
+def test_error_of_a_load_names_the_step(tmp_path, how):
+    """The caller may not know which one the manager chose."""
+    options = {"local": tmp_path / "node"} if how == "nodes" else {}
+    with CheckpointManager(tmp_path / "run", no_dist=True, **options) as manager:
+        manager.save(3, {"w": torch.zeros(2)})
+        with pytest.raises(PlanError, match="no 'v'") as caught:
+            manager.load({"v": torch.zeros(2)})
+    folder = tmp_path / ("run" if how == "root" else "node") / "step-3"
+    assert caught.value.path == str(folder)
+    assert f"This is step 3: {folder}" in caught.value.__notes__
+
+
 # --- names and files of the user's
 
 

@@ -28,6 +28,7 @@ from dcp_rs.errors import (
     CorruptDataError,
     CorruptIndexError,
     DcpRsError,
+    PlanError,
     RankLostError,
     UnsupportedError,
 )
@@ -813,9 +814,13 @@ class CheckpointManager:
             # Another place may have what this one lacks.
             is_final = choice.save_id is None and step is not None
             is_only = choice.save_id is None and is_partial
-            return self._attempt(
-                partial(load, path, **access, **options), is_final=is_final, is_only=is_only
-            )
+            load_now = partial(load, path, **access, **options)
+            try:
+                return self._attempt(load_now, is_final=is_final, is_only=is_only)
+            except PlanError as error:  # the caller may not know which step it is
+                error.path = error.path or str(path)
+                error.add_note(f"This is step {choice.step}: {path}")
+                raise
 
         damaged: dict[int, str] = {}
         while True:
