@@ -115,6 +115,20 @@ def test_a_value_that_is_left_out_anyway_need_not_be_allowed(tmp_path: Path) -> 
     assert set(load_hf(tmp_path / "out")) == {"w"}
 
 
+@pytest.mark.parametrize(
+    "write", [dcp_rs.convert, lambda path, out, **of: dcp_rs.merge([path], out, **of)]
+)
+def test_rename_that_fits_no_name_warns(tmp_path: Path, write) -> None:
+    """The names were as before, without a word."""
+    make("torch", {"model": {"w": torch.ones(2)}}, tmp_path / "x.pt")
+    with pytest.warns(
+        UserWarning, match=r"^rename=\{'modle': ''\} renames no entry: .*'model\.w'$"
+    ):
+        write(tmp_path / "x.pt", tmp_path / "out", rename={"modle": ""})
+    with dcp_rs.open(tmp_path / "out") as made:
+        assert set(made) == {"model.w"}
+
+
 def test_choosing_and_renaming(tmp_path: Path) -> None:
     make("dcp-rs", nested_state(), tmp_path / "src")
     dcp_rs.convert(

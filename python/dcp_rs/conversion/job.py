@@ -13,8 +13,9 @@ import torch
 from dcp_rs import _core
 from dcp_rs._progress import Watch
 from dcp_rs._reports import Report
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.blocks import Region, blocks, make_slabs
-from dcp_rs.checkpoint.names import renamer, selector
+from dcp_rs.checkpoint.names import renamer, selector, some
 from dcp_rs.checkpoint.source import CheckpointReader, Item
 from dcp_rs.conversion.request import WriteRequest
 from dcp_rs.errors import PlanError
@@ -209,6 +210,9 @@ def select(
     if source.items and not tasks:
         msg = f"none of the {len(source.items)} entries is wanted by {request.globs}"
         raise PlanError(msg)
+    if isinstance(request.rename, Mapping) and all(each.name == each.item.name for each in tasks):
+        there = some([each.name for each in tasks])
+        warn_caller(f"rename={dict(request.rename)} renames no entry: there are {there}")
     leaves = [task.item.path for task in tasks if task.item.path is not None]
     containers = remaining(source.containers or [], leaves, passes)
     if request.rename is not None and (front := _front(tasks)):
