@@ -41,6 +41,17 @@ def test_run_begins_and_goes_on(root):
             manager.delete(20)
 
 
+@pytest.mark.parametrize("policy", [{"keep_every": 10}, {"keep_best": 1, "metric": "loss"}])
+def test_no_step_goes_for_one_that_was_damaged_since(root, policy):
+    """Only the newest steps were looked at again, and the others taken for whole."""
+    with root.manager(**policy) as manager:
+        manager.save(10, state_of(10), metrics={"loss": 1.0})
+        manager.save(15, state_of(15), metrics={"loss": 2.0})
+        root.cut_data(10)
+        manager.save(30, state_of(30), metrics={"loss": 3.0})
+        assert numbers(manager) == [15, 30]
+
+
 def test_background_saves_follow_each_other(root):
     with root.manager(keep_last=3, metric="loss", fsync=False) as manager:
         state = state_of(0)

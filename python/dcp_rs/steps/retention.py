@@ -180,6 +180,16 @@ class Policies:
             kept |= {step.number for step in steps if self.keep(step.number, step.metrics)}
         return kept
 
+    def rivals(self, steps: Sequence[Step], gone: Iterable[Step]) -> set[int]:
+        """Return the steps without which the ``keep_*`` would keep some that are to go."""
+        found = keep_last(steps, self.keep_last or 1)
+        if (interval := self.keep_every) is not None:
+            multiples = {step.number // interval for step in gone}
+            found |= {n for n in keep_every(steps, interval) if n // interval in multiples}
+        if self.metric is not None:
+            found |= keep_best(steps, self.keep_best or 1, self.metric, self.mode)
+        return found
+
     def best(self, steps: Iterable[Step]) -> int | None:
         """Return the best step; None without a metric, or if no step has it."""
         if self.metric is None:
@@ -260,16 +270,16 @@ def prune(
     steps, seen = found.steps, set[int]()
     while True:
         gone = policies.unneeded(steps, protected, room=room)
-        stay = [step for step in steps if step not in gone]
         # Steps were whole when they were last looked at. Those that are to go, and those for which
         # they go, are looked at again.
-        doubted = [*gone, *stay[-(policies.keep_last or 1) :]]
-        numbers = {step.number for step in doubted} - seen
+        numbers = {step.number for step in gone} | policies.rivals(steps, gone)
+        numbers -= seen
         if not gone or not numbers:
             break
         seen |= numbers
         steps = store.look_again(found, numbers)
         found = replace(found, steps=steps)
+    stay = [step for step in steps if step not in gone]
     if gone and verify and not _has_verified(store, stay, done.problems):
         done.problems.append("nothing was removed: no step that would stay is as its digests say")
         return done
