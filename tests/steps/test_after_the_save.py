@@ -121,6 +121,17 @@ def test_latest_leads_to_the_newest_step(run):
     assert names_in(run) == ["latest", "step-2"]
 
 
+def test_latest_leads_to_the_newest_step_after_another_is_saved_or_removed(run):
+    """It led to a step that was saved again, and nowhere once the newest was removed."""
+    with CheckpointManager(run, latest=True) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        manager.save(1, state_of(1), force=True)
+        assert (run / "latest").resolve() == manager.path(3).resolve()
+        manager.delete(3)
+        assert (run / "latest").resolve() == manager.path(2).resolve()
+
+
 def test_kept_steps_are_exempt(run):
     with CheckpointManager(run, keep_last=1, keep=lambda step, _: step % 10 == 0) as manager:
         for step in (5, 10, 15, 20, 25):

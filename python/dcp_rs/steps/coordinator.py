@@ -315,17 +315,23 @@ class Coordinator:
             self.problems.append(
                 f"step {step} is saved, but its notes or extra_files are not all in place: {error}"
             )
-        if self._latest:
-            try:
-                self._store.point_to(step)
-            except OSError as error:
-                self.problems.append(f"step {step} is saved, but latest does not name it: {error}")
+        self._update_latest()
         self._prune(step)
         if self._on_saved is not None:
             try:
                 self._on_saved(self._store.folder(step))
             except Exception as error:  # noqa: BLE001  # the step is saved
                 self.problems.append(f"step {step} is saved, but on_saved failed: {error!r}")
+
+    def _update_latest(self) -> None:
+        """Let ``latest`` lead to the newest step, if the caller wants it."""
+        if not self._latest:
+            return
+        try:
+            if (newest := self._store.latest()) is not None:
+                self._store.point_to(newest.number)
+        except OSError as error:
+            self.problems.append(f"latest may not lead to the newest step: {error}")
 
     def _prune(self, *protected: int, room: int | None = None) -> None:
         try:
@@ -508,6 +514,7 @@ class Coordinator:
         if self._store.look_at(step) is None:
             raise self._not_found(step)
         self._store.remove(step)
+        self._update_latest()
 
     def _not_found(self, step: int, found: SkippedStep | None = None) -> CheckpointNotFoundError:
         numbers = [str(each.number) for each in self._store.look().steps]
