@@ -11,11 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_rs import CheckpointManager
-from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError
+from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, UnsupportedError
 from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.retention import keep_within
 from dcp_rs.steps.step_store import Step
-from support.numbered import loaded, names_in, numbers
+from support.numbered import bad_state, loaded, names_in, numbers
 
 
 def state_of(step):
@@ -71,6 +71,56 @@ def test_roll_back(run):
         manager.load(state)
         manager.save(35, state_of(35))
         assert names_in(run) == ["step-30", "step-35"]  # it resumed from 30
+
+
+@pytest.mark.filterwarnings("ignore:.*count as newer")
+def test_roll_back_past_steps_of_torch(run):
+    """They cannot be in a list of saves, so each restart resumed from them again."""
+    for step in (10, 20, 30):
+        dcp.save(state_of(step), checkpoint_id=run / f"step-{step}", no_dist=True)
+    with CheckpointManager(run) as manager:
+        assert loaded(manager, 20) == 20
+        manager.save(21, state_of(21))
+        assert manager.latest_step() == 21
+    with CheckpointManager(run, keep_last=1) as manager:
+        assert loaded(manager) == 21
+        manager.save(22, state_of(22))
+        assert numbers(manager) == [30, 10, 20, 21, 22]  # those of torch stay
+
+
+@pytest.mark.filterwarnings("ignore:.*count as newer")
+@pytest.mark.parametrize("then", ["delete", "replace"])
+def test_roll_back_is_for_good_although_its_first_save_was_killed_late(run, monkeypatch, then):
+    """The steps after it counted as newest again once its first step was gone or saved again."""
+    fill(run, 10, 20, 30, 40)
+    with CheckpointManager(run) as manager:
+        assert loaded(manager, 20) == 20
+        # As a kill just after the commit leaves it.
+        monkeypatch.setattr(FolderStepStore, "settle", lambda *_: (_ for _ in ()).throw(OSError()))
+        with pytest.warns(UserWarning, match="not all in place"):
+            manager.save(21, state_of(21))
+        monkeypatch.undo()
+    with CheckpointManager(run) as manager:
+        assert loaded(manager) == 21
+        if then == "delete":
+            manager.delete(21)
+        else:
+            manager.save(21, state_of(21), force=True)
+    assert CheckpointManager(run).latest_step() == (20 if then == "delete" else 21)
+
+
+@pytest.mark.filterwarnings("ignore:.*count as newer")
+def test_roll_back_whose_only_save_failed_is_none(run):
+    """The steps after it counted as old from the next save on, though the run resumed from them."""
+    fill(run, 10, 20, 30, 40)
+    with CheckpointManager(run, keep_last=2) as manager:
+        assert loaded(manager, 20) == 20
+        with pytest.raises(UnsupportedError, match="meta"):
+            manager.save(21, bad_state(21))
+        assert loaded(manager) == 40
+        manager.save(50, state_of(50))
+        manager.save(60, state_of(60))
+        assert numbers(manager) == [40, 50, 60]  # it resumed from 40
 
 
 def test_evaluation_of_an_old_step_is_no_roll_back(run):

@@ -203,8 +203,15 @@ class Coordinator:
     def _enter_run(self) -> None:
         """Take the root over, unless this run has. Raise if another run did since then."""
         if self._store.run is None:
-            self._store.take_over()
+            self._begin_run(self._store.names())
         self._store.check_run()
+
+    def _begin_run(self, names: Sequence[str]) -> None:
+        """Begin a run at the root, which has these names."""
+        self._store.take_over()
+        if older := self._store.superseded(names):
+            # The note may be void once the save that it names is removed or replaced.
+            self._store.supersede(older)
 
     def _newest(self) -> Step | None:
         """Return the newest step that no load found damaged; None if one cannot be read."""
@@ -265,7 +272,7 @@ class Coordinator:
             return False
         if self.went_back and self.resumed is not None and found.number > self.resumed:
             return True
-        return found.save_id in self._store.superseded()
+        return found.key in self._store.superseded()
 
     def _is_own(self, found: Step) -> bool:
         return found.save_id in self._begun or found.run == self._store.run
@@ -281,9 +288,9 @@ class Coordinator:
             if found.number > base and not self._is_own(found)
         ]
         self._superseded_from = base
-        new = [found for found in later if not found.is_superseded and not found.is_stock]
+        new = [found for found in later if not found.is_superseded]
         if new:
-            self._older = [found.save_id for found in new]
+            self._older = [found.key for found in new]
             self._store.supersede(self._older, (step, save_id))
             names = ", ".join(str(found.number) for found in new[:6])
             self.problems.append(
@@ -381,10 +388,11 @@ class Coordinator:
 
     def take_over(self) -> None:
         """Begin a run at the root, if it exists and can be written to."""
-        if not self._store.names():
+        names = self._store.names()
+        if not names:
             return  # the first save takes over
         try:
-            self._store.take_over()
+            self._begin_run(names)
         except OSError as error:
             # A reader without write access can load. The first save tries again.
             if not isinstance(error, PermissionError) and error.errno not in (errno.EROFS, *_FULL):
@@ -448,9 +456,10 @@ class Coordinator:
         return None, skipped
 
     def forget_saves(self) -> None:
-        """Forget the saves before a load: it may change what was frozen."""
+        """Forget the saves before a load: it may change what was frozen, or go back."""
         self._begun.clear()
         self._superseded_from = None
+        self._older = []
 
     def _later_than(self, step: int) -> int | None:
         """Return the newest step, if it is not this one."""

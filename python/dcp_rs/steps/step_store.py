@@ -98,6 +98,11 @@ class Step:
     is_superseded: bool = field(default=False, repr=False)
 
     @property
+    def key(self) -> str:
+        """Identify the save in the note of the saves that are older than all others."""
+        return f"{self.number} of torch at {self.committed}" if self.is_stock else self.save_id
+
+    @property
     def age(self) -> tuple[bool, int]:
         """A key that sorts steps, the oldest first."""
         return not self.is_superseded, self.number
@@ -187,7 +192,7 @@ class File:
 
 
 def _by_age(steps: Iterable[Step], superseded: Collection[str]) -> list[Step]:
-    marked = [replace(step, is_superseded=step.save_id in superseded) for step in steps]
+    marked = [replace(step, is_superseded=step.key in superseded) for step in steps]
     return sorted(marked, key=lambda step: step.age)
 
 
@@ -306,11 +311,11 @@ class StepStore(ABC):
         found = [name for name in names if not self._pattern.fullmatch(name)]
         return sorted(filter(_LOOKS_LIKE_A_STEP.fullmatch, found))
 
-    def supersede(self, save_ids: Iterable[str], by: tuple[int, str] | None = None) -> None:
+    def supersede(self, keys: Iterable[str], by: tuple[int, str] | None = None) -> None:
         """Note that these saves are older than all others, whatever their numbers are.
 
         Args:
-            save_ids: the ids of the saves.
+            keys: the keys of their steps.
             by: number and id of a save that is to come. Until it is committed, the note is void.
 
         Raises:
@@ -318,13 +323,13 @@ class StepStore(ABC):
         """
         with self.holding():
             older = self.superseded()
-            note: dict[str, Any] = {"older": sorted(older), "by": by, "then": sorted(save_ids)}
+            note: dict[str, Any] = {"older": sorted(older), "by": by, "then": sorted(keys)}
             if by is None:
-                note = {"older": sorted({*older, *save_ids})}
+                note = {"older": sorted({*older, *keys})}
             self._put(self.path / notes.OLDER_NAME, json.dumps(note).encode())
 
     def superseded(self, names: Iterable[str] | None = None) -> set[str]:
-        """Return the ids of the saves that are older than all others.
+        """Return the keys of the steps that are older than all others.
 
         Args:
             names: the names in the root, if they are known.
@@ -440,7 +445,7 @@ class StepStore(ABC):
         for number, name in reversed(self._numbered(names)):
             if name == self.folder(number).name:
                 found = self.look_at(number)
-                if isinstance(found, Step) and found.save_id in superseded:
+                if isinstance(found, Step) and found.key in superseded:
                     older.append(found)
                 elif found is not None:
                     yield found
