@@ -5,6 +5,7 @@ old run. A run of stock checkpoints began again at step 0 without a word.
 """
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -121,6 +122,19 @@ def test_roll_back_whose_only_save_failed_is_none(run):
         manager.save(50, state_of(50))
         manager.save(60, state_of(60))
         assert numbers(manager) == [40, 50, 60]  # it resumed from 40
+
+
+def test_evaluation_by_the_job_itself_is_no_roll_back(run):
+    """It made all steps of earlier processes count as old, and the policies removed them first."""
+    fill(run, 10, 20, 30)
+    with CheckpointManager(run, save_every=10, keep_last=3) as manager:
+        assert loaded(manager) == 30
+        manager.save(40, state_of(40))
+        with warnings.catch_warnings(action="error"):
+            assert loaded(manager, 20, take_over=False) == manager.resumed == 20
+        assert not manager.should_save(40)  # it was just saved
+        manager.save(50, state_of(50))
+        assert numbers(manager) == [30, 40, 50]
 
 
 def test_evaluation_of_an_old_step_is_no_roll_back(run):

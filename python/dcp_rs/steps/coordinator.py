@@ -401,13 +401,14 @@ class Coordinator:
             pass
 
     def choose(
-        self, step: int | None, damaged: Mapping[int, str]
+        self, step: int | None, damaged: Mapping[int, str], *, take_over: bool = True
     ) -> tuple[Step | None, list[SkippedStep]]:
         """Return the step to load, and the newer steps that were skipped for it.
 
         Args:
             step: default: the newest whole step. A step that only lost its index gets it back.
             damaged: steps that a load found damaged, and why.
+            take_over: the run goes on from this step.
 
         Raises:
             CheckpointNotFoundError: there is no such step; or all steps are damaged.
@@ -422,7 +423,8 @@ class Coordinator:
             found = self._store.look_at(step)
             if not isinstance(found, Step):
                 raise self._not_found(step, found)
-            if self._store.run is not None and (latest := self._later_than(step)):
+            can_save = take_over and self._store.run is not None
+            if can_save and (latest := self._later_than(step)):
                 self.problems.append(
                     f"step {latest} is later than step {step}, which is loaded: if this run saves "
                     "from here, its steps count as newer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -266,6 +266,7 @@ class CheckpointManager:
         self.preempted = False
         self.passed_over: list[SkippedStep] = []
         self._closed = False
+        self._is_running = False  # this manager loaded or saved to go on with the run
         self._done: int | None = None  # the last step that was saved or loaded
         self._no_dist = no_dist
         self._is_named = False  # a call named its process group
@@ -824,7 +825,7 @@ class CheckpointManager:
 
         damaged: dict[int, str] = {}
         while True:
-            choice = self._choose(step, damaged, nodes)
+            choice = self._choose(step, damaged, nodes, take_over=take_over)
             self.passed_over = choice.skipped
             if choice.step is None:
                 break
@@ -837,7 +838,11 @@ class CheckpointManager:
                 damaged[choice.step] = reasons[0]
             elif not nodes.repair(choice, reasons[0]) and is_partial:
                 raise CorruptDataError(reasons[0], path=self.path(choice.step))
-        self._end_load(choice, went_back=step is not None)
+        self.resumed = choice.step
+        self._is_running = self._is_running or take_over
+        if take_over or not self._is_running:  # else the run goes on from where it is
+            self._go_on_from(choice.step, went_back=step is not None)
+        self._ranks.run(partial(self._warn_of, choice.skipped))
         if nodes is not None and choice.step is not None:
             nodes.resume_uploads(choice.step)
         return choice.step
@@ -875,26 +880,29 @@ class CheckpointManager:
             return str(error)
         return None
 
-    def _end_load(self, choice: Choice, *, went_back: bool) -> None:
-        self.resumed = self._done = choice.step
+    def _go_on_from(self, step: int | None, *, went_back: bool) -> None:
+        self._done = step
         for coordinator in self._coordinators():
-            coordinator.resumed, coordinator.went_back = choice.step, went_back
+            coordinator.resumed, coordinator.went_back = step, went_back
 
-        def warn() -> None:
-            if self._ranks.is_coordinator:
-                for skipped in choice.skipped:
-                    warn_caller(f"not resumed from {skipped}")
-            self._warn()
-
-        self._ranks.run(warn)
+    def _warn_of(self, skipped: Sequence[SkippedStep]) -> None:
+        if self._ranks.is_coordinator:
+            for step in skipped:
+                warn_caller(f"not resumed from {step}")
+        self._warn()
 
     def _choose(
-        self, step: int | None, damaged: Mapping[int, str], nodes: NodeLoad | None
+        self,
+        step: int | None,
+        damaged: Mapping[int, str],
+        nodes: NodeLoad | None,
+        *,
+        take_over: bool,
     ) -> Choice:
         """Return the step to load: ``step``, or the newest that is not damaged."""
 
         def choose() -> Choice:
-            found, skipped = self._coordinator.choose(step, damaged)
+            found, skipped = self._coordinator.choose(step, damaged, take_over=take_over)
             return Choice(None if found is None else found.number, skipped)
 
         return self._ranks.decide(step, choose) if nodes is None else nodes.choose(step, damaged)
@@ -1022,6 +1030,7 @@ class CheckpointManager:
         store.run, store.since, own.went_back = past.run, past.since, past.went_back
         self.resumed = own.resumed = past.resumed
         self._done, self.preempted = past.done, any(preempted)
+        self._is_running = past.run is not None
         self._lost, self._failures, self._retry_at = None, 0, None
         if any(failures):
             self._ranks.pending = failed or save_of_others()
@@ -1054,7 +1063,7 @@ class CheckpointManager:
         Returns:
             The path to save to, options of the save, and what every rank calls after it.
         """
-        self._begun = None
+        self._begun, self._is_running = None, True
         options = {**given(self._write), **self._ranks.options}
         if self._nodes is not None:
             with self._explaining():
