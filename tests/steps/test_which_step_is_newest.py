@@ -4,6 +4,7 @@ A new run in an old folder lost its steps as soon as the next was saved, and a r
 old run. A run of stock checkpoints began again at step 0 without a word.
 """
 
+import errno
 import os
 import warnings
 
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_rs import CheckpointManager
 from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, UnsupportedError
+from dcp_rs.steps import folder_store
 from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.retention import keep_within
 from dcp_rs.steps.step_store import Step
@@ -108,6 +110,27 @@ def test_roll_back_is_for_good_although_its_first_save_was_killed_late(run, monk
         else:
             manager.save(21, state_of(21), force=True)
     assert CheckpointManager(run).latest_step() == (20 if then == "delete" else 21)
+
+
+@pytest.mark.filterwarnings("ignore:.*count as newer")
+def test_roll_back_past_a_step_that_cannot_be_read_for_a_while(run, monkeypatch):
+    """Its first save did not see the step, no later one looked, and a restart resumed from it."""
+    fill(run, 10, 20, 30, 40)
+    list_files = folder_store._files_in
+
+    def fail_at_30(folder):
+        if folder.name == "step-30":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return list_files(folder)
+
+    with CheckpointManager(run) as manager:
+        assert loaded(manager, 20) == 20
+        monkeypatch.setattr(folder_store, "_WAITS", ())
+        monkeypatch.setattr(folder_store, "_files_in", fail_at_30)
+        manager.save(21, state_of(21))
+        monkeypatch.undo()
+        manager.save(22, state_of(22))
+    assert loaded(CheckpointManager(run)) == 22
 
 
 @pytest.mark.filterwarnings("ignore:.*count as newer")

@@ -282,12 +282,10 @@ class Coordinator:
         base = self.resumed if self.went_back and self.resumed is not None else step
         if self._superseded_from is not None and self._superseded_from <= base:
             return
-        later = [
-            found
-            for found in self._store.look(since=base + 1, recall=True).steps
-            if found.number > base and not self._is_own(found)
-        ]
-        self._superseded_from = base
+        listing = self._store.look(since=base + 1, recall=True)
+        later = [f for f in listing.steps if f.number > base and not self._is_own(f)]
+        if not any(f.number > base and f.kind == "unreadable" for f in listing.passed_over):
+            self._superseded_from = base  # else the next save looks again
         new = [found for found in later if not found.is_superseded]
         if new:
             self._older = [found.key for found in new]
