@@ -688,9 +688,12 @@ def test_step_that_exists_is_replaced_by_force_alone(tmp_path):
         assert len(data_files(path)) == 1
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_upload_that_is_not_wanted_any_more_leaves_no_data(tmp_path, monkeypatch, again):
-    """A step is saved again, or deleted, between the upload of its data and that of its index."""
+@pytest.mark.parametrize(("again", "every"), [(True, 1), (True, 2), (False, 1)])
+def test_upload_that_is_not_wanted_any_more_leaves_no_data(tmp_path, monkeypatch, again, every):
+    """A step is saved again, or deleted, between the upload of its data and that of its index.
+
+    With ``upload_every=2`` only the old save went to the root, or ``close`` raised for it.
+    """
     is_sent, go_on = threading.Event(), threading.Event()
     put_file = FolderStepStore.put_file
 
@@ -700,7 +703,8 @@ def test_upload_that_is_not_wanted_any_more_leaves_no_data(tmp_path, monkeypatch
         assert go_on.wait(60)
 
     monkeypatch.setattr(FolderStepStore, "put_file", put)
-    with CheckpointManager(tmp_path / "root", local=tmp_path / "node", no_dist=True) as manager:
+    options = {"local": tmp_path / "node", "upload_every": every, "no_dist": True}
+    with CheckpointManager(tmp_path / "root", **options) as manager:
         manager.save(1, {"x": torch.zeros(3)})
         assert is_sent.wait(60)
         if again:
@@ -710,6 +714,9 @@ def test_upload_that_is_not_wanted_any_more_leaves_no_data(tmp_path, monkeypatch
         go_on.set()
     assert len(data_files(tmp_path / "root/step-1")) == again
     assert manager.latest_step() == (1 if again else None)
+    if again:
+        with dcp_rs.open(tmp_path / "root/step-1") as checkpoint:
+            assert checkpoint["x"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_delete_removes_a_step_everywhere(tmp_path):

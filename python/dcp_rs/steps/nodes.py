@@ -240,12 +240,13 @@ class Nodes:
             The folder of this rank, options of the save, and what commits it on all nodes.
         """
 
-        def check() -> tuple[str, dict[str, float], dict[str, bytes]]:
+        def check() -> tuple[str, bool, dict[str, float], dict[str, bytes]]:
             self.uploads.check()
-            return uuid.uuid4().hex, *check_save(step, metrics, files)
+            # In place of a save that is still to go to the root, the new one goes there.
+            upload = self.saved % self._upload_every == 0 or step in self.uploads.pending()
+            return uuid.uuid4().hex, upload, *check_save(step, metrics, files)
 
-        save_id, numbers, contents = self.ranks.decide(step, check)
-        upload = self.saved % self._upload_every == 0
+        save_id, upload, numbers, contents = self.ranks.decide(step, check)
 
         def prepare() -> None:
             if self.is_leader:
