@@ -33,7 +33,10 @@ from dcp_rs.errors import (
     StorageError,
     UnsupportedError,
 )
+from dcp_rs.steps.coordinator import Coordinator
 from dcp_rs.steps.folder_store import FolderStepStore
+from dcp_rs.steps.node_load import NodeLoad
+from dcp_rs.steps.nodes import NodeStepStore
 from support import rank_outcomes, run_ranks
 from support.object_server import Fault, object_server
 
@@ -686,6 +689,44 @@ def test_step_that_exists_is_replaced_by_force_alone(tmp_path):
         dcp_rs.load(state, path)
         assert torch.equal(state["x"], torch.ones(3))
         assert len(data_files(path)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*count as newer")
+def test_later_step_does_not_reach_the_root_while_the_run_goes_back(tmp_path, monkeypatch):
+    """Its upload began in the middle of the load. Then the root refused the step in its place."""
+    root, options = tmp_path / "root", {"local": tmp_path / "node", "no_dist": True}
+    with CheckpointManager(root, **options) as manager:
+        for step in (1, 4):
+            manager.save(step, {"x": torch.zeros(3)})
+    shutil.rmtree(root / "step-4")
+    go_on, has_begun = threading.Event(), threading.Event()
+    note, access, begin = NodeStepStore.note, NodeLoad.access, Coordinator.begin_upload
+
+    def read_note(store, step):
+        if threading.current_thread() is not threading.main_thread():
+            assert go_on.wait(60)
+        return note(store, step)
+
+    def read_while_it_begins(load, choice):
+        if choice.step == 1:
+            go_on.set()
+            has_begun.wait(1)
+        return access(load, choice)
+
+    def begin_upload(coordinator, step, files, *, force):
+        begin(coordinator, step, files, force=force)
+        has_begun.set()
+
+    monkeypatch.setattr(NodeStepStore, "note", read_note)
+    monkeypatch.setattr(NodeLoad, "access", read_while_it_begins)
+    monkeypatch.setattr(Coordinator, "begin_upload", begin_upload)
+    with CheckpointManager(root, **options) as manager:
+        state = {"x": torch.ones(3)}
+        assert manager.load(state) == 4
+        assert manager.load(state, 1) == 1
+        manager.save(4, {"x": torch.ones(3)})
+    with dcp_rs.open(root / "step-4") as checkpoint:
+        assert checkpoint["x"].tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("again", "every"), [(True, 1), (True, 2), (False, 1)])

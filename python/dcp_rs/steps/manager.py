@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -795,6 +795,19 @@ class CheckpointManager:
         step = None if wanted is None else step_number(wanted)
         self._settle()
         self._ranks.run(check)
+        # If the run goes back, no later step may reach the root meanwhile.
+        uploads = self._nodes.uploads if self._nodes is not None and take_over else None
+        with nullcontext() if uploads is None else uploads.paused():
+            return self._load_now(step, load, take_over=take_over, **options)
+
+    def _load_now(
+        self,
+        step: int | None,
+        load: Callable[..., LoadReport | None],
+        *,
+        take_over: bool,
+        **options: Any,
+    ) -> int | None:
         places = None if self._nodes is None else NodeLoad(self._nodes)
         nodes = places if take_over else None  # else nothing is written, to nodes neither
         if nodes is not None:
@@ -838,10 +851,7 @@ class CheckpointManager:
                 damaged[choice.step] = reasons[0]
             elif not nodes.repair(choice, reasons[0]) and is_partial:
                 raise CorruptDataError(reasons[0], path=self.path(choice.step))
-        self.resumed = choice.step
-        self._is_running = self._is_running or take_over
-        if take_over or not self._is_running:  # else the run goes on from where it is
-            self._go_on_from(choice.step, went_back=step is not None)
+        self._end_load(choice.step, went_back=step is not None, take_over=take_over)
         self._ranks.run(partial(self._warn_of, choice.skipped))
         if nodes is not None and choice.step is not None:
             nodes.resume_uploads(choice.step)
@@ -880,10 +890,13 @@ class CheckpointManager:
             return str(error)
         return None
 
-    def _go_on_from(self, step: int | None, *, went_back: bool) -> None:
-        self._done = step
-        for coordinator in self._coordinators():
-            coordinator.resumed, coordinator.went_back = step, went_back
+    def _end_load(self, step: int | None, *, went_back: bool, take_over: bool) -> None:
+        self.resumed = step
+        self._is_running = self._is_running or take_over
+        if take_over or not self._is_running:  # else the run goes on from where it is
+            self._done = step
+            for coordinator in self._coordinators():
+                coordinator.resumed, coordinator.went_back = step, went_back
 
     def _warn_of(self, skipped: Sequence[SkippedStep]) -> None:
         if self._ranks.is_coordinator:

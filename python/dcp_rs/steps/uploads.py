@@ -192,6 +192,8 @@ class Uploads:
             note = self._node.note(found)
             extra = {name: (folder / name).read_bytes() for name in (note.files if note else ())}
             with self._lock:
+                if not self._is_queued(step):
+                    return True
                 force = note is not None and note.replaces
                 self._coordinator.begin_upload(found, extra, force=force)
             step.has_begun = True
