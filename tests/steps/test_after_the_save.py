@@ -112,6 +112,18 @@ def test_failure_of_on_saved_is_a_warning(run):
         assert numbers(manager) == [1]
 
 
+def test_failure_of_keep_is_a_warning(run):
+    """The save raised it, though the step was saved, and on_saved was not called."""
+    seen = []
+    options = {"keep_last": 1, "keep": lambda _, metrics: metrics["loss"] < 1}
+    with CheckpointManager(run, on_saved=seen.append, **options) as manager:
+        with pytest.warns(UserWarning, match=r"still there: keep= failed for step 1: KeyError"):
+            manager.save(1, state_of(1))
+        manager.save(2, state_of(2), metrics={"loss": 2.0})
+        assert numbers(manager) == [1, 2]
+        assert seen == [manager.path(1), manager.path(2)]
+
+
 def test_latest_leads_to_the_newest_step(run):
     with CheckpointManager(run, latest=True, keep_last=1) as manager:
         for step in (1, 2):

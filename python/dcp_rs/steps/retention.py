@@ -164,7 +164,11 @@ class Policies:
         return not any(policies) and self.max_bytes is None
 
     def kept(self, steps: Sequence[Step]) -> set[int]:
-        """Return the steps that the ``keep_*`` keep."""
+        """Return the steps that the ``keep_*`` keep.
+
+        Raises:
+            DcpRsError: ``keep`` failed.
+        """
         if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
             return {step.number for step in steps}
         kept: set[int] = set()
@@ -177,8 +181,15 @@ class Policies:
         if self.keep_best is not None and self.metric is not None:
             kept |= keep_best(steps, self.keep_best, self.metric, self.mode)
         if self.keep is not None:
-            kept |= {step.number for step in steps if self.keep(step.number, step.metrics)}
+            kept |= {step.number for step in steps if self._keeps(self.keep, step)}
         return kept
+
+    @staticmethod
+    def _keeps(keep: Callable[[int, Mapping[str, float]], bool], step: Step) -> bool:
+        try:
+            return keep(step.number, step.metrics)
+        except Exception as error:
+            raise DcpRsError(f"keep= failed for step {step.number}: {error!r}") from error
 
     def rivals(self, steps: Sequence[Step], gone: Iterable[Step]) -> set[int]:
         """Return the steps without which the ``keep_*`` would keep some that are to go."""
