@@ -691,6 +691,28 @@ def test_step_that_exists_is_replaced_by_force_alone(tmp_path):
         assert len(data_files(path)) == 1
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_latest_step_is_the_one_to_load_while_the_root_does_not_know_of_a_roll_back(tmp_path):
+    """It was the step that the run had left behind, which has the higher number."""
+    root, options = tmp_path / "root", {"local": tmp_path / "node", "no_dist": True}
+    with CheckpointManager(root, **options) as manager:
+        for step in (10, 20):
+            manager.save(step, {"x": torch.zeros(3)})
+    manager = CheckpointManager(root, **options)
+    assert manager.load({"x": torch.zeros(3)}, 10) == 10
+    root.rename(tmp_path / "away")
+    root.touch()  # the root cannot be reached
+    manager.save(11, {"x": torch.zeros(3)})
+    with pytest.raises(StorageError):
+        manager.close()
+    root.unlink()
+    (tmp_path / "away").rename(root)
+    manager = CheckpointManager(root, **options)
+    assert manager.latest_step() == 11
+    assert manager.load({"x": torch.zeros(3)}) == 11
+    manager.close()
+
+
 @pytest.mark.filterwarnings("ignore:.*count as newer")
 def test_later_step_does_not_reach_the_root_while_the_run_goes_back(tmp_path, monkeypatch):
     """Its upload began in the middle of the load. Then the root refused the step in its place."""

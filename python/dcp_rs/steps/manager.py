@@ -55,7 +55,14 @@ from dcp_rs.steps.coordinator import (
     step_number,
 )
 from dcp_rs.steps.node_load import Choice, NodeLoad
-from dcp_rs.steps.nodes import Nodes, NodeStepStore, TierReport, name_of_node, names_of_nodes
+from dcp_rs.steps.nodes import (
+    Nodes,
+    NodeStepStore,
+    TierReport,
+    is_older_than_root,
+    name_of_node,
+    names_of_nodes,
+)
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.ranks import ManagerRanks, save_of_others
@@ -363,18 +370,24 @@ class CheckpointManager:
             ```
         """
         on_node = None if self._nodes is None else self._nodes.store.latest()
-        local = -1 if on_node is None else on_node.number
-        newest = -1
+        at_root: Step | SkippedStep | None = None
         try:
             # As for a load, which makes a lost index again.
             for found in self._store.newest():
                 if isinstance(found, Step) or found.kind == "no index":
-                    newest = found.number
+                    at_root = found
                     break
         except OSError:
             if on_node is None:
                 raise
-        return None if max(local, newest) < 0 else max(local, newest)
+        if self._nodes is None or on_node is None or at_root is None:
+            newest = at_root or on_node
+        elif isinstance(at_root, Step):
+            note = self._nodes.store.note(on_node)
+            newest = at_root if is_older_than_root(on_node, note, at_root) else on_node
+        else:
+            newest = at_root if at_root.number > on_node.number else on_node
+        return None if newest is None else newest.number
 
     def tiers(self) -> TierReport:
         """Look at the steps of this node and at the root, and return how far behind the root is.

@@ -17,7 +17,7 @@ from dcp_rs.checkpoint.locate import Routes, Tiers
 from dcp_rs.errors import CheckpointNotFoundError
 from dcp_rs.steps import notes
 from dcp_rs.steps.exchange import Transfer, send_files
-from dcp_rs.steps.nodes import Nodes, is_to_go_up, newer_than_root
+from dcp_rs.steps.nodes import Nodes, is_older_than_root, is_to_go_up, newer_than_root
 from dcp_rs.steps.step_store import SkippedStep, Step
 
 #: A data file: name and length.
@@ -59,16 +59,6 @@ class _Held:
     def age(self) -> tuple[tuple[bool, int], float]:
         """A key that sorts saves, the oldest first."""
         return self.step.age, self.step.committed
-
-    def is_older_than(self, at_root: Step) -> bool:
-        """Return whether a step at the root counts as newer."""
-        if self.step.is_superseded or self.step.save_id == at_root.save_id:
-            return self.step.is_superseded
-        if self.note and self.note.went_back and at_root.saved < self.step.committed:
-            return False  # the run left that step behind, and the root was not told yet
-        if at_root.number == self.step.number:  # it was saved again
-            return at_root.saved >= self.step.saved
-        return at_root.number > self.step.number
 
 
 #: A choice, the files that go from node to node before it is read, and whether it can be read then.
@@ -179,7 +169,7 @@ class NodeLoad:
         for save in reversed(self._saves()):
             if save.step.save_id in self._unusable or step not in (None, save.step.number):
                 continue
-            if at_root is not None and save.is_older_than(at_root):
+            if at_root is not None and is_older_than_root(save.step, save.note, at_root):
                 break
             if (plan := self._plan(save.step)) is not None:
                 return plan

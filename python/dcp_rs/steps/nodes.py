@@ -119,6 +119,17 @@ def newer_than_root(
     return list(saves)
 
 
+def is_older_than_root(step: Step, note: Note | None, at_root: Step) -> bool:
+    """Return whether a step at the root counts as newer than one on a node, with its note."""
+    if step.is_superseded or step.save_id == at_root.save_id:
+        return step.is_superseded
+    if note and note.went_back and at_root.saved < step.committed:
+        return False  # the run left that step behind, and the root was not told yet
+    if at_root.number == step.number:  # it was saved again
+        return at_root.saved >= step.saved
+    return at_root.number > step.number
+
+
 def is_to_go_up(step: Step, note: Note | None) -> bool:
     """Return whether a step on a node, given the note of its save, is to go to the root."""
     return note is not None and note.upload is True and not step.is_superseded
