@@ -203,11 +203,11 @@ class Coordinator:
     def _enter_run(self) -> None:
         """Take the root over, unless this run has. Raise if another run did since then."""
         if self._store.run is None:
-            self._begin_run(self._store.names())
+            self._begin_run()
         self._store.check_run()
 
-    def _begin_run(self, names: Sequence[str]) -> None:
-        """Begin a run at the root, which has these names."""
+    def _begin_run(self, names: Sequence[str] | None = None) -> None:
+        """Begin a run at the root. It has these names, if they are known."""
         self._store.take_over()
         if older := self._store.superseded(names):
             # The note may be void once the save that it names is removed or replaced.
