@@ -379,6 +379,42 @@ def test_an_endpoint_in_the_environment_is_checked(monkeypatch):
         dcp_rs.exists("s3://bucket/x")
 
 
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://",
+        "http://:80",
+        "http://[",
+        "http://host:99999",
+        "http://host:port",
+        "http://host\n",
+        " http://host",
+        "http://a host",
+        "http://host/{x}",
+        "http://me:secret/more@host",
+    ],
+)
+def test_an_endpoint_that_is_no_url(endpoint):
+    """The client of the store panicked, and ``exists`` took that for a damaged checkpoint."""
+    with pytest.raises(UnsupportedError, match=r"(?s)^aws_endpoint.*: an endpoint") as caught:
+        dcp_rs.exists("s3://bucket/x", storage_options={"aws_endpoint": endpoint})
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["aws_access_key_id", "aws_session_token", "aws_region"])
+@pytest.mark.parametrize("end", ["\n", "\r", "\0"])
+def test_a_credential_with_a_line_end_is_named(monkeypatch, name, end):
+    """A key that was read from a file ends with one: the client of the store panicked."""
+    options = {"aws_region": "r", "aws_access_key_id": "a", "aws_secret_access_key": "b"}
+    with pytest.raises(UnsupportedError, match=f"^{name}: remove the line end") as caught:
+        dcp_rs.open("s3://bucket/x", storage_options={**options, name: f"hidden{end}"})
+    assert "hidden" not in str(caught.value)
+    if end != "\0":
+        monkeypatch.setenv(name.upper(), f"hidden{end}")
+        with pytest.raises(UnsupportedError, match=f"^{name.upper()}: remove the line end"):
+            dcp_rs.exists("s3://bucket/x")
+
+
 def test_a_method_among_values_is_named(tmp_path):
     """It was saved as a pickle of the whole module, which does not load."""
     with pytest.warns(UserWarning, match=r"call it, as in model\.state_dict\(\)"):

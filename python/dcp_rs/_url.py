@@ -36,9 +36,13 @@ _PLAIN = (
     "account_name",
 )
 
-#: Ends of the names of options that are URLs. The stores' clients panic if one has no scheme.
+#: Ends of the names of options that are URLs. The stores' clients panic if one is none.
 _ENDPOINTS = ("endpoint", "endpoint_url", "endpoint_url_s3")
 _HTTP = re.compile(r"https?://", re.IGNORECASE)
+_NOT_IN_URL = re.compile(r'[^!-~]|["<>\\^`{|}]')
+#: Ends of the names of options that are sent in a header. The clients panic if one cannot be.
+_SENT = ("access_key_id", "secret_access_key", "token", "region", "content_type")
+_NOT_IN_HEADER = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 #: Beginnings of the variables that the client of a store reads.
 _VARIABLES = {"s3": "AWS_", "az": "AZURE_"}
 
@@ -262,15 +266,15 @@ def options_for(path: Path, options: StorageOptions | None) -> dict[str, str] | 
     """Return the options of a URL for the engine; None for a path of the file system.
 
     Raises:
-        UnsupportedError: there are options for a path of the file system. Or the endpoint of a
-            store, in the options or the environment, is no URL.
+        UnsupportedError: there are options for a path of the file system. Or an option of a store,
+            or its variable in the environment, has a value that cannot be sent.
     """
     if isinstance(path, Url):
         own = dict((_command_line_options(str(path)) if options is None else options) or {})
         begin = _VARIABLES.get(str(path).partition(":")[0])
         variables = os.environ.items() if begin else ()
-        _check_endpoints(own)
-        _check_endpoints({key: value for key, value in variables if key.startswith(begin or "")})
+        _check_values(own)
+        _check_values({key: value for key, value in variables if key.startswith(begin or "")})
         return own
     if options:
         msg = f"{path} is on the file system, which has no storage_options"
@@ -278,12 +282,27 @@ def options_for(path: Path, options: StorageOptions | None) -> dict[str, str] | 
     return None
 
 
-def _check_endpoints(options: Mapping[str, str]) -> None:
+def _check_values(options: Mapping[str, str]) -> None:
     for name, value in options.items():
-        if name.lower().endswith(_ENDPOINTS) and value and not _HTTP.match(value):
+        if name.lower().endswith(_ENDPOINTS) and value and (why := _why_no_endpoint(value)):
             shown = f"={value}" if _is_plain(name, value) else ""
-            msg = f"{name}{shown}: an endpoint begins with https:// or http://"
+            raise UnsupportedError(f"{name}{shown}: {why}")
+        if name.lower().endswith(_SENT) and _NOT_IN_HEADER.search(value):
+            msg = f"{name}: remove the line end, or other control character, from its value"
             raise UnsupportedError(msg)
+
+
+def _why_no_endpoint(value: str) -> str | None:
+    """Return what is wrong with an endpoint, or None. It may name a secret, which is not shown."""
+    if not _HTTP.match(value):
+        return "an endpoint begins with https:// or http://"
+    try:
+        is_url = bool(urlsplit(value).hostname) and (urlsplit(value).port or 0) >= 0
+    except ValueError:  # the port is no number, for example
+        is_url = False
+    if is_url and not _NOT_IN_URL.search(value):
+        return None
+    return "an endpoint is a URL such as https://host:9000, without spaces and line ends"
 
 
 def store_at(url: Path, options: StorageOptions | None) -> _core.Store:

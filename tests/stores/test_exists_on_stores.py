@@ -1,12 +1,15 @@
 """``exists`` and ``latest`` of URLs. A store that does not answer is no new run."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_rs
 from dcp_rs import RsWriter
-from dcp_rs.errors import CheckpointNotFoundError, StorageError
+from dcp_rs.checkpoint import locate
+from dcp_rs.errors import CheckpointNotFoundError, InternalError, StorageError
 from support.both import HAS_RANK_LOCAL, save_stock
 from support.object_server import Fault
 
@@ -72,3 +75,14 @@ def test_latest_step(server, tmp_path):
     assert str(dcp_rs.latest(root, **options)) == f"{root}/step-11"
     with pytest.raises(CheckpointNotFoundError, match="is a checkpoint itself"):
         dcp_rs.latest(f"{root}/step-9", **options)
+
+
+def test_a_bug_is_no_damaged_checkpoint(monkeypatch):
+    """``exists`` was true, as of a checkpoint that a later version wrote."""
+
+    def fails(*_):
+        raise InternalError("a bug")
+
+    monkeypatch.setattr(locate._core, "Index", SimpleNamespace(open=fails))
+    with pytest.raises(InternalError):
+        dcp_rs.exists("s3://bucket/x")

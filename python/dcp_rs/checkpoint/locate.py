@@ -39,6 +39,7 @@ from dcp_rs.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
     DcpRsError,
+    InternalError,
     StorageError,
     UnsupportedError,
 )
@@ -288,6 +289,7 @@ def exists(path: StrPath, *, storage_options: StoreArguments = None) -> bool:
 
     Raises:
         OSError, StorageError: the path or the store cannot be read.
+        InternalError: a bug in dcp-rs.
         UnsupportedError: a scheme or an option of the store is unknown.
 
     Example:
@@ -314,7 +316,7 @@ def exists(path: StrPath, *, storage_options: StoreArguments = None) -> bool:
             _core.Index.open(where, 0, False, options_for(where, options))
     except CheckpointNotFoundError:
         return False
-    except (OSError, StorageError):
+    except (OSError, StorageError, InternalError):
         raise
     except DcpRsError:  # damaged, or of a later version
         pass
