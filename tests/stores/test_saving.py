@@ -13,6 +13,7 @@ import dcp_rs
 from dcp_rs import RsReader, RsWriter
 from dcp_rs.errors import (
     CheckpointExistsError,
+    CheckpointNotFoundError,
     StoragePreconditionError,
     UnsupportedError,
 )
@@ -292,3 +293,26 @@ def test_rank_local_saves(server):
     assert len(names(server)) == 3
     for outcome in rank_outcomes(2, save_rank_local, server.url("ckpt"), server.options()):
         assert isinstance(outcome.error, (CheckpointException, CheckpointExistsError))
+
+
+@pytest.mark.parametrize("at", ["store", "folder"])
+def test_a_star_in_the_name(server, tmp_path, at):
+    """The name was taken for a pattern of files: the checkpoint was saved, and not there."""
+    folder = tmp_path / "run*"
+    where = server.url("run*") if at == "store" else folder
+    options = server.options() if at == "store" else None
+    assert not dcp_rs.exists(where, storage_options=options)
+    for step in (1, 2):
+        state = {"a": torch.arange(9), "step": step}
+        dcp_rs.save(state, where, storage_options=options)
+        assert dcp_rs.exists(where, storage_options=options)
+        into = blank(state)
+        dcp_rs.load(into, where, storage_options=options, verify=True)
+        assert_state_equal(into, state)
+        assert dcp_rs.verify(where, storage_options=options)
+
+
+def test_a_pattern_without_files(server, tmp_path):
+    for where, options in ((server.url("x*.pt"), server.options()), (tmp_path / "x*.pt", None)):
+        with pytest.raises(CheckpointNotFoundError, match="no files of ranks"):
+            dcp_rs.open(where, storage_options=options)

@@ -10,6 +10,9 @@ use crate::format::{DataFileName, INDEX_NAME, parse_rank_index_name, rank_index_
 use crate::store::{self, Files, LOCK_NAME};
 use crate::{Error, Result};
 
+/// What a pattern without matches is told.
+const NO_RANKS: &str = "no files of ranks (..._rank_0.pt) are named like that";
+
 /// Kinds of checkpoints.
 pub(super) enum Found {
     /// The index file of this crate, over data of any kind, and its bytes if they were read to find
@@ -68,13 +71,16 @@ fn file(files: Files<'_>, path: &Path) -> Result<Option<Foreign>> {
     let is_local = !files.is_remote();
     let dir = path.parent().unwrap_or(Path::new("")).to_owned();
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    if rank_files::is_pattern(&name) && !files.has(path)? {
+    if rank_files::is_pattern(&name) && !is_there(files, path)? {
         let listed = if dir.as_os_str().is_empty() { Path::new(".") } else { &dir };
         let names = names(files, listed)?.unwrap_or_default();
-        return match rank_files::choose(&dir, &names, Some(&name))? {
-            Some(names) => Ok(Some(Foreign::TorchRanks { dir, names })),
-            None => no(path, "no files of ranks (..._rank_0.pt) are named like that"),
-        };
+        if let Some(names) = rank_files::choose(&dir, &names, Some(&name))? {
+            return Ok(Some(Foreign::TorchRanks { dir, names }));
+        }
+        if is_local {
+            return no(path, NO_RANKS);
+        }
+        // On a store, a folder may have such a name.
     }
     if is_local {
         match std::fs::metadata(path) {
@@ -146,7 +152,10 @@ fn models(files: Files<'_>, path: &Path) -> Result<Foreign> {
             "no index.dcprs, no .metadata and no model.safetensors is there, and this server \
             lists no files",
         ),
-        None if names.is_empty() && files.is_remote() => no(path, "nothing is there"),
+        None if names.is_empty() && files.is_remote() => {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            no(path, if rank_files::is_pattern(&name) { NO_RANKS } else { "nothing is there" })
+        }
         None => no(path, why_not(&names)),
     }
 }
