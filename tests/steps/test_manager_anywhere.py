@@ -222,6 +222,41 @@ def test_job_that_was_taken_over_removes_nothing(root):
         assert root.names() == ["step-2", "step-3"]
 
 
+def test_save_that_is_refused_ends_no_other_job(root):
+    """A job was started by mistake: its save of step 1 was refused, and the run ended all the same.
+
+    So did a job that only evaluates, and one that loaded nothing.
+    """
+    with root.manager() as run, root.manager() as second, root.manager() as evaluation:
+        run.save(1, state_of(1))
+        run.save(2, state_of(2))
+        assert loaded(evaluation, take_over=False) == 2
+        for other in (second, evaluation):
+            with pytest.raises(CheckpointExistsError, match="force=True replaces it"):
+                other.save(1, state_of(-1))
+        run.save(3, state_of(3))
+        second.save(4, state_of(4))
+        with pytest.raises(RunTakenOverError):
+            run.save(5, state_of(-1))
+        with pytest.raises(CheckpointExistsError):
+            second.save(3, state_of(-1))
+        assert numbers(second) == [1, 2, 3, 4]
+
+
+def test_load_of_a_step_that_is_not_there_ends_no_other_job(root):
+    """The load failed, and the next save of the run that went on failed too."""
+    with root.manager() as run, root.manager() as other:
+        run.save(1, state_of(1))
+        with pytest.raises(CheckpointNotFoundError, match="there is no step 9"):
+            loaded(other, 9)
+        with pytest.raises(ValueError, match="from 0 on"):
+            loaded(other, -1)
+        run.save(2, state_of(2))
+        assert loaded(other, 1) == 1
+        with pytest.raises(RunTakenOverError):
+            run.save(3, state_of(-1))
+
+
 # --- files of the user
 
 

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, SupportsIndex, cast
 from uuid import UUID, uuid4
@@ -129,7 +130,7 @@ class Coordinator:
             OSError: the folder cannot be created, or what is there cannot be read.
         """
         numbers, contents = check_save(step, metrics, files)
-        self._enter_run()
+        self._enter_run(partial(self._look_before_save, step, force=force))
         replaces = self._make_way(step, force=force)
         parent, is_trusted, limited = None, False, self._policies.max_bytes is not None
         if (reuse or limited) and (newest := self._newest()) is not None:
@@ -160,10 +161,14 @@ class Coordinator:
             RunTakenOverError: another run began here.
             OSError: the root cannot be reached.
         """
-        self._enter_run()
-        found = self._store.look_at(step.number)
-        if isinstance(found, Step) and found.save_id != step.save_id:
-            self._check_may_replace(found, force=force)
+
+        def check() -> None:
+            found = self._store.look_at(step.number)
+            if isinstance(found, Step) and found.save_id != step.save_id:
+                self._check_may_replace(found, force=force)
+
+        self._enter_run(check)
+        check()
         self._supersede(step.number, step.save_id)
         self._settle_older()  # now, as the step is saved already
         self._store.begin(step.number, step.save_id, step.metrics, files, saved=step.saved)
@@ -200,9 +205,14 @@ class Coordinator:
         self.committed(step.number, step.save_id)
         return True
 
-    def _enter_run(self) -> None:
-        """Take the root over, unless this run has. Raise if another run did since then."""
+    def _enter_run(self, check: Callable[[], object]) -> None:
+        """Take the root over, unless this run has. Raise if another run did since then.
+
+        Args:
+            check: raises if the save is refused. Such a save must not end the run of another job.
+        """
         if self._store.run is None:
+            check()
             self._begin_run()
         self._store.check_run()
 
@@ -231,23 +241,29 @@ class Coordinator:
         That step stays until the save is committed. Beside a save that may be under way, the new
         save begins: the first of the two to commit wins, and a save of an earlier run cannot.
         """
-        found = self._store.look_at(step)
+        found = self._look_before_save(step, force=force)
         if found is None:
             return False
         if isinstance(found, Step):
-            self._check_may_replace(found, force=force)
             return True
-        msg = f"step {step} cannot be saved to {found.path}: {found.why}"
-        if found.kind in MAY_BE_WHOLE:
-            raise CheckpointExistsError(f"{msg}; delete({step}) removes it", path=found.path)
         if found.kind == "unfinished":
             self._store.remove_left(found)
         elif found.kind == "damaged" or (found.kind == "in use" and force):
             self._store.remove(step)
         elif found.kind == "in use" and not found.is_over:
-            msg = f"{msg} (force=True removes what it wrote)"
+            msg = f"{_in_the_way(found)} (force=True removes what it wrote)"
             raise SaveInProgressError(msg, path=found.path)
         return False
+
+    def _look_before_save(self, step: int, *, force: bool) -> Step | SkippedStep | None:
+        """Return what a save would replace. Raise a ``CheckpointExistsError`` if it may not."""
+        found = self._store.look_at(step)
+        if isinstance(found, Step):
+            self._check_may_replace(found, force=force)
+        elif found is not None and found.kind in MAY_BE_WHOLE:
+            msg = f"{_in_the_way(found)}; delete({step}) removes it"
+            raise CheckpointExistsError(msg, path=found.path)
+        return found
 
     def _check_may_replace(self, found: Step, *, force: bool) -> None:
         """Raise a ``CheckpointExistsError`` unless a save may replace a whole step."""
@@ -275,7 +291,8 @@ class Coordinator:
         return found.key in self._store.superseded()
 
     def _is_own(self, found: Step) -> bool:
-        return found.save_id in self._begun or found.run == self._store.run
+        run = self._store.run
+        return found.save_id in self._begun or (run is not None and found.run == run)
 
     def _supersede(self, step: int, save_id: str) -> None:
         """Let this run's steps count as the newest, if others saved later ones."""
@@ -306,7 +323,8 @@ class Coordinator:
     def _is_late(self, found: Step) -> bool:
         """Return whether another run committed a step after this run took over."""
         is_other = found.run is not None and not self._is_own(found)
-        return is_other and found.committed > self._store.since
+        has_begun = self._store.run is not None
+        return has_begun and is_other and found.committed > self._store.since
 
     def committed(self, step: int, save_id: str) -> None:
         """Remove what a commit replaced, and unneeded steps. A failure becomes a problem."""
@@ -384,8 +402,19 @@ class Coordinator:
 
     # --- loads
 
-    def take_over(self) -> None:
-        """Begin a run at the root, if it exists and can be written to."""
+    def take_over(self, step: int | None = None) -> None:
+        """Begin a run at the root, if it exists and can be written to.
+
+        Args:
+            step: the step that the caller names. If it is not there, the load fails, and must not
+                end the run of another job.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step.
+            ValueError: ``step`` is not a number from 0 on.
+        """
+        if step is not None:
+            self._find(step)
         names = self._store.names()
         if not names:
             return  # the first save takes over
@@ -417,17 +446,14 @@ class Coordinator:
         """
         self.forget_saves()
         if step is not None:
-            check_step(step)
-            found = self._store.look_at(step)
-            if not isinstance(found, Step):
-                raise self._not_found(step, found)
+            named = self._find(step)
             can_save = take_over and self._store.run is not None
             if can_save and (latest := self._later_than(step)):
                 self.problems.append(
                     f"step {latest} is later than step {step}, which is loaded: if this run saves "
                     "from here, its steps count as newer"
                 )
-            return found, []
+            return named, []
         names = self._store.names()
         self._check_root(names)
         skipped: list[SkippedStep] = []
@@ -454,6 +480,13 @@ class Coordinator:
             msg = f"{self._store.path} has steps, and none can be resumed from: {why}"
             raise CheckpointNotFoundError(msg, path=self._store.path)
         return None, skipped
+
+    def _find(self, step: int) -> Step:
+        check_step(step)
+        found = self._store.look_at(step)
+        if not isinstance(found, Step):
+            raise self._not_found(step, found)
+        return found
 
     def forget_saves(self) -> None:
         """Forget the saves before a load: it may change what was frozen, or go back."""
@@ -551,6 +584,10 @@ def check_save(
 
 def _damaged_step(found: Step | SkippedStep, why: str) -> SkippedStep:
     return SkippedStep(number=found.number, path=found.path, why=why, kind="damaged")
+
+
+def _in_the_way(found: SkippedStep) -> str:
+    return f"step {found.number} cannot be saved to {found.path}: {found.why}"
 
 
 def _read_extra_files(files: Any) -> dict[str, bytes]:

@@ -826,7 +826,9 @@ class CheckpointManager:
         if nodes is not None:
             nodes.take_over()
         elif take_over:
-            self._store.run, self._store.since = self._ranks.broadcast(self._take_over)
+            self._store.run, self._store.since = self._ranks.decide(
+                step, partial(self._take_over, step)
+            )
         self.report = None
         options = {**self._ranks.options, **options}
         # Each attempt iterates over globs and views.
@@ -936,8 +938,8 @@ class CheckpointManager:
     def _coordinators(self) -> list[Coordinator]:
         return [self._coordinator, *([] if self._nodes is None else [self._nodes.own])]
 
-    def _take_over(self) -> tuple[str | None, float]:
-        self._coordinator.take_over()
+    def _take_over(self, step: int | None) -> tuple[str | None, float]:
+        self._coordinator.take_over(step)
         return self._store.run, self._store.since
 
     # --- the end
