@@ -37,6 +37,7 @@ from dcp_rs.steps.coordinator import Coordinator
 from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.node_load import NodeLoad
 from dcp_rs.steps.nodes import NodeStepStore
+from dcp_rs.steps.object_store import ObjectStepStore
 from support import rank_outcomes, run_ranks
 from support.object_server import Fault, object_server
 
@@ -751,35 +752,53 @@ def test_later_step_does_not_reach_the_root_while_the_run_goes_back(tmp_path, mo
         assert checkpoint["x"].tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(("again", "every"), [(True, 1), (True, 2), (False, 1)])
-def test_upload_that_is_not_wanted_any_more_leaves_no_data(tmp_path, monkeypatch, again, every):
-    """A step is saved again, or deleted, between the upload of its data and that of its index.
+def test_load_of_a_step_that_is_nowhere_ends_no_other_run(tmp_path):
+    at = {"local": tmp_path / "node", "no_dist": True}
+    with CheckpointManager(tmp_path / "root", **at) as running:
+        running.save(1, {"x": torch.zeros(3)})
+        for step, error in ((9, CheckpointNotFoundError), (-1, ValueError)):
+            with CheckpointManager(tmp_path / "root", **at) as other, pytest.raises(error):
+                other.load({"x": torch.zeros(3)}, step)
+        running.save(2, {"x": torch.ones(3)})
+    assert steps_at(tmp_path / "root") == ["step-1", "step-2"]
 
-    With ``upload_every=2`` only the old save went to the root, or ``close`` raised for it.
-    """
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("kind", [FolderStepStore, ObjectStepStore])
+def test_upload_that_is_not_wanted_any_more_leaves_no_data(
+    tmp_path, server, monkeypatch, kind, again
+):
+    """A step is saved again, or deleted, between the upload of its data and that of its index."""
     is_sent, go_on = threading.Event(), threading.Event()
-    put_file = FolderStepStore.put_file
+    put_file = kind.put_file
 
     def put(store, path, to):
         put_file(store, path, to)
         is_sent.set()
         assert go_on.wait(60)
 
-    monkeypatch.setattr(FolderStepStore, "put_file", put)
-    options = {"local": tmp_path / "node", "upload_every": every, "no_dist": True}
-    with CheckpointManager(tmp_path / "root", **options) as manager:
+    def data():
+        if kind is FolderStepStore:
+            return data_files(tmp_path / "root/step-1")
+        return [key for key in server.keys("run/step-1/") if key.endswith(".safetensors")]
+
+    monkeypatch.setattr(kind, "put_file", put)
+    root, options = tmp_path / "root", None
+    if kind is ObjectStepStore:
+        root, options = server.url("run"), server.options()
+    with CheckpointManager(
+        root, local=tmp_path / "node", storage_options=options, no_dist=True
+    ) as manager:
         manager.save(1, {"x": torch.zeros(3)})
         assert is_sent.wait(60)
+        assert len(data()) == 1
         if again:
             manager.save(1, {"x": torch.ones(3)}, force=True)
         else:
             manager.delete(1)
         go_on.set()
-    assert len(data_files(tmp_path / "root/step-1")) == again
+    assert len(data()) == again
     assert manager.latest_step() == (1 if again else None)
-    if again:
-        with dcp_rs.open(tmp_path / "root/step-1") as checkpoint:
-            assert checkpoint["x"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_delete_removes_a_step_everywhere(tmp_path):

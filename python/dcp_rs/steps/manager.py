@@ -824,7 +824,7 @@ class CheckpointManager:
         places = None if self._nodes is None else NodeLoad(self._nodes)
         nodes = places if take_over else None  # else nothing is written, to nodes neither
         if nodes is not None:
-            nodes.take_over()
+            nodes.take_over(step)
         elif take_over:
             self._store.run, self._store.since = self._ranks.decide(
                 step, partial(self._take_over, step)

@@ -92,10 +92,17 @@ class NodeLoad:
         self._damaged: set[tuple[int, str]] = set()  # nodes, and files there
         self._wanted: set[tuple[int, str]] = set()  # nodes, and files that reads lacked there
 
-    def take_over(self) -> None:
-        """Begin a run in the folder of each node, and at the root if it can be reached."""
+    def take_over(self, step: int | None) -> None:
+        """Begin a run in the folder of each node, and at the root if it can be reached.
+
+        Args:
+            step: the step that the caller names. If it is nowhere, the load will fail, and does not
+                end the run of another job.
+        """
         nodes = self._nodes
         nodes.saved = 0
+        if step is not None and not self._ranks.decide_by(step, partial(self._has, step), any):
+            return
 
         def take() -> None:
             if self._ranks.is_coordinator:
@@ -109,6 +116,14 @@ class NodeLoad:
                 nodes.own.forget_saves()
 
         self._ranks.run(take)
+
+    def _has(self, step: int) -> bool:
+        """Return whether this node has something of a step; on the coordinator, or the root."""
+        if self._nodes.is_leader and self._store.look_at(step) is not None:
+            return True
+        with suppress(OSError):  # the root cannot be reached
+            return self._ranks.is_coordinator and self._root_store.look_at(step) is not None
+        return False
 
     # --- the choice
 
