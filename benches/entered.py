@@ -22,7 +22,7 @@ PACKAGE = str(Path(dcp_rs.__file__).parent)
 
 
 def entered(call: Callable[[], Any]) -> tuple[dict[CodeType, int], int]:
-    """Return the functions that a call enters, each with its first depth, and the greatest depth."""
+    """Return the functions that a call enters, with their first depths, and the greatest depth."""
     seen: dict[CodeType, int] = {}
     depth = deepest = 0
 

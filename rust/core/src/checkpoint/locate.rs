@@ -10,7 +10,7 @@ use crate::format::{DataFileName, INDEX_NAME, parse_rank_index_name, rank_index_
 use crate::store::{self, Files, LOCK_NAME};
 use crate::{Error, Result};
 
-/// What a pattern without matches is told.
+/// Reason for an error about a pattern without matches.
 const NO_RANKS: &str = "no files of ranks (..._rank_0.pt) are named like that";
 
 /// Kinds of checkpoints.
