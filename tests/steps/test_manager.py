@@ -438,46 +438,27 @@ def without_index(manager, step):
     (manager.path(step) / "index.dcprs").unlink()
 
 
-def test_a_newest_step_that_lost_its_index_is_resumed_from(run):
+@pytest.mark.parametrize("take_over", [True, False])
+def test_newest_step_that_lost_its_index_is_an_error(run, take_over):
     """It was passed over with a warning, and the run died there at every restart."""
     with CheckpointManager(run) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step), metrics={"loss": step})
         without_index(manager, 2)
-    with CheckpointManager(run, keep_last=2) as manager:
-        with pytest.warns(UserWarning, match=r"step-2 lost its index.*made again"):
-            assert loaded(manager, verify=True) == 2
-        assert manager.passed_over == []
+    with CheckpointManager(run) as manager:
+        with pytest.raises(UnsupportedError, match=r"step-2: .*dcp_rs\.index.*delete\(2\)"):
+            manager.load(state_of(0), take_over=take_over)
+        assert not (manager.path(2) / "index.dcprs").exists()
+        assert manager.latest_step() == 1
+        dcp_rs.index(manager.path(2))
+        assert loaded(manager, take_over=take_over) == 2
         assert manager.steps()[-1].metrics == {"loss": 2}
-        for step in (3, 4):
-            manager.save(step, state_of(step))
-    with CheckpointManager(run) as manager:
-        assert loaded(manager) == 4
-        assert numbers(manager) == [2, 3, 4]
 
 
-def test_a_reader_makes_no_index_and_takes_no_older_step(run):
+def test_step_that_lost_its_index_and_data_is_replaced(run):
     with CheckpointManager(run) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step))
-        without_index(manager, 2)
-        with CheckpointManager(run) as reader:
-            with pytest.raises(UnsupportedError, match=r"step-2: .*dcp_rs\.index.*delete\(2\)"):
-                reader.load(state_of(0), take_over=False)
-            assert not (manager.path(2) / "index.dcprs").exists()
-            assert reader.load(state_of(0), 1, take_over=False) == 1
-
-
-def test_a_step_that_lost_its_index_and_is_damaged_is_replaced(run):
-    with CheckpointManager(run) as manager:
-        for step in (1, 2):
-            manager.save(step, state_of(step))
-        without_index(manager, 2)
-        flip(manager, 2)
-        with pytest.warns(
-            UserWarning, match="lost its index"
-        ):  # the new one has digests of what is there
-            assert manager.load(state_of(0)) == 2
         without_index(manager, 2)
         os.truncate(data_file(manager, 2), 10)
     with CheckpointManager(run) as manager:
@@ -881,7 +862,6 @@ def test_a_note_that_was_tampered_with_gets_nothing_else_removed(run):
         assert numbers(manager) == [1, 2]
 
 
-@pytest.mark.filterwarnings("ignore:.*lost its index")
 @pytest.mark.parametrize("kind", ["stock", "no index"])
 def test_step_that_may_be_whole_is_not_replaced(run, kind):
     """It was removed before a forced save began, and lost where that save failed."""
@@ -897,8 +877,7 @@ def test_step_that_may_be_whole_is_not_replaced(run, kind):
                 CheckpointExistsError, match=r"(dcp_rs\.index.*;|of torch:) delete\(3\) removes"
             ):
                 manager.save(3, state_of(4), force=force)
-        if kind == "stock":
-            dcp_rs.index(manager.path(3))
+        dcp_rs.index(manager.path(3))
         assert loaded(manager) == 3
         without_index(manager, 3)
         manager.delete(3)

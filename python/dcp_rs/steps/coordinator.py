@@ -14,7 +14,6 @@ from uuid import UUID, uuid4
 from dcp_rs import _core
 from dcp_rs._url import StrPath
 from dcp_rs.checkpoint.folders import remember
-from dcp_rs.checkpoint.index import index
 from dcp_rs.engine.destination import Destination
 from dcp_rs.errors import (
     CheckpointExistsError,
@@ -428,14 +427,13 @@ class Coordinator:
             pass
 
     def choose(
-        self, step: int | None, damaged: Mapping[int, str], *, take_over: bool = True
+        self, step: int | None, damaged: Mapping[int, str]
     ) -> tuple[Step | None, list[SkippedStep]]:
         """Return the step to load, and the newer steps that were skipped for it.
 
         Args:
-            step: default: the newest whole step. A step that only lost its index gets it back.
+            step: default: the newest whole step.
             damaged: steps that a load found damaged, and why.
-            take_over: the run goes on from this step.
 
         Raises:
             CheckpointNotFoundError: there is no such step; or all steps are damaged.
@@ -446,23 +444,23 @@ class Coordinator:
         """
         self.forget_saves()
         if step is not None:
-            named = self._find(step)
-            can_save = take_over and self._store.run is not None
-            if can_save and (latest := self._later_than(step)):
-                self.problems.append(
-                    f"step {latest} is later than step {step}, which is loaded: if this run saves "
-                    "from here, its steps count as newer"
-                )
-            return named, []
+            return self._find(step), []
         names = self._store.names()
         self._check_root(names)
         skipped: list[SkippedStep] = []
-        for found in map(self._restore_index, self._store.newest(names, misnamed=True)):
+        for found in self._store.newest(names, misnamed=True):
             if isinstance(found, Step):
                 if found.number not in damaged:
                     return found, skipped
                 self._damaged.add(found.save_id)
-                skipped.append(_damaged_step(found, damaged[found.number]))
+                skipped.append(
+                    SkippedStep(
+                        number=found.number,
+                        path=found.path,
+                        why=damaged[found.number],
+                        kind="damaged",
+                    )
+                )
             elif found.kind in MAY_BE_WHOLE:
                 is_misnamed = found.path != self._store.folder(found.number)
                 msg = (
@@ -494,14 +492,6 @@ class Coordinator:
         self._superseded_from = None
         self._older = []
 
-    def _later_than(self, step: int) -> int | None:
-        """Return the newest step, if it is not this one."""
-        try:
-            newest = self._store.latest()
-        except OSError:
-            return None  # the caller named the step, whatever else there is
-        return None if newest is None or newest.number == step else newest.number
-
     def _check_root(self, names: Sequence[str]) -> None:
         """Note names that look like steps. Raise for a root that is no folder of steps.
 
@@ -516,23 +506,6 @@ class Coordinator:
                 f"these look like steps, and are not looked at: {some}. If they are, pass the "
                 "folder that they are in, and step_name=, such as step_name='iter_{:07d}'"
             )
-
-    def _restore_index(self, found: Step | SkippedStep) -> Step | SkippedStep:
-        """Write the index of a step again if it is gone, and this process took over the run."""
-        if isinstance(found, Step) or found.kind != "no index" or self._store.run is None:
-            return found
-        try:
-            with self._store.holding():
-                index(found.path)
-        except CheckpointExistsError:  # another process was faster
-            pass
-        except CorruptDataError as error:
-            return _damaged_step(found, str(error))
-        else:
-            self.problems.append(
-                f"{found.path.name} lost its index, which was made again from its data"
-            )
-        return self._store.look_at(found.number) or found
 
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store metrics of a step beside it.
@@ -580,10 +553,6 @@ def check_save(
         raise TypeError("the step comes first, then the state dict")
     check_step(step)
     return _numbers(metrics), _read_extra_files(files)
-
-
-def _damaged_step(found: Step | SkippedStep, why: str) -> SkippedStep:
-    return SkippedStep(number=found.number, path=found.path, why=why, kind="damaged")
 
 
 def _in_the_way(found: SkippedStep) -> str:

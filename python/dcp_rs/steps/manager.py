@@ -59,7 +59,6 @@ from dcp_rs.steps.nodes import (
     Nodes,
     NodeStepStore,
     TierReport,
-    is_older_than_root,
     name_of_node,
     names_of_nodes,
 )
@@ -369,24 +368,7 @@ class CheckpointManager:
             assert dcp_rs.CheckpointManager("run").latest_step() == 2
             ```
         """
-        on_node = None if self._nodes is None else self._nodes.store.latest()
-        at_root: Step | SkippedStep | None = None
-        try:
-            # As for a load, which makes a lost index again.
-            for found in self._store.newest():
-                if isinstance(found, Step) or found.kind == "no index":
-                    at_root = found
-                    break
-        except OSError:
-            if on_node is None:
-                raise
-        if self._nodes is None or on_node is None or at_root is None:
-            newest = at_root or on_node
-        elif isinstance(at_root, Step):
-            note = self._nodes.store.note(on_node)
-            newest = at_root if is_older_than_root(on_node, note, at_root) else on_node
-        else:
-            newest = at_root if at_root.number > on_node.number else on_node
+        newest = self._store.latest() if self._nodes is None else self._nodes.latest()
         return None if newest is None else newest.number
 
     def tiers(self) -> TierReport:
@@ -698,8 +680,7 @@ class CheckpointManager:
             state_dict: as for :func:`dcp_rs.load`.
             step: default: the newest that is committed and whole. If it turns out to be damaged,
                 the step before is loaded (``verify=True`` reads every byte). Steps that were not
-                loaded are in ``passed_over``, and a warning names them. A step that only lost its
-                index gets it back, with a warning.
+                loaded are in ``passed_over``, and a warning names them.
             rename, include, exclude, dtype, device: as for :func:`dcp_rs.load`.
             allow_partial_load, assign, dtype_policy: as for :func:`dcp_rs.load`.
             io, threads, verify, shared, max_inflight_bytes, weights_only: as for
@@ -718,8 +699,8 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no such step; or, without ``step``, all steps are
                 damaged.
             UnsupportedError: nothing tells whether a newer step is whole, such as one of a later
-                version; or a newer checkpoint has a name such as ``step-0010``. No older one is
-                loaded.
+                version, or one that lost its index; or a newer checkpoint has a name such as
+                ``step-0010``. No older one is loaded.
             CorruptDataError: a partial load (``allow_partial_load``) found the step damaged. An
                 older step may lack what was read by then. Make a new state, and name the step to
                 load.
@@ -853,7 +834,7 @@ class CheckpointManager:
 
         damaged: dict[int, str] = {}
         while True:
-            choice = self._choose(step, damaged, nodes, take_over=take_over)
+            choice = self._choose(step, damaged, nodes)
             self.passed_over = choice.skipped
             if choice.step is None:
                 break
@@ -924,13 +905,11 @@ class CheckpointManager:
         step: int | None,
         damaged: Mapping[int, str],
         nodes: NodeLoad | None,
-        *,
-        take_over: bool,
     ) -> Choice:
         """Return the step to load: ``step``, or the newest that is not damaged."""
 
         def choose() -> Choice:
-            found, skipped = self._coordinator.choose(step, damaged, take_over=take_over)
+            found, skipped = self._coordinator.choose(step, damaged)
             return Choice(None if found is None else found.number, skipped)
 
         return self._ranks.decide(step, choose) if nodes is None else nodes.choose(step, damaged)

@@ -385,6 +385,24 @@ class Nodes:
                     raise
                 self.own.annotate(step, metrics)
 
+    def latest(self) -> Step | None:
+        """Return the newest step that is on this node or at the root.
+
+        Raises:
+            OSError: the root cannot be read, and the node has no step.
+        """
+        on_node = self.store.latest()
+        try:
+            at_root = self.root_store.latest()
+        except OSError:
+            if on_node is None:
+                raise
+            return on_node
+        if on_node is None or at_root is None:
+            return on_node or at_root
+        is_older = is_older_than_root(on_node, self.store.note(on_node), at_root)
+        return at_root if is_older else on_node
+
     def report(self) -> TierReport:
         """Look at the steps of this node and at the root."""
         steps = self.store.look().steps
