@@ -230,6 +230,8 @@ def load_training_state(
             ``{"model.encoder": "model.backbone"}``. Optimizer state follows its parameter.
         include, exclude: globs over names such as ``model.<fqn>``, ``optim.state.<fqn>.exp_avg``
             and ``extra.step``. Entries that are not included, or are excluded, stay as they are.
+            The state of a parameter, and an entry of ``extra``, is loaded whole: if a part of it is
+            left out, all of it stays.
         dtype: cast floating-point tensors to it as they are read, except the ``step`` of
             optimizers.
         partial: True, or a set of ``"model"``, ``"optimizer"`` and ``"extra"``: leave alone what
@@ -294,7 +296,7 @@ def load_optim_state_dict(
         optimizer: its state is replaced.
         key: the entry of the saved state dict, with dots for deeper ones; ``""`` if the
             optimizer's state dict is the whole checkpoint.
-        include, exclude, dtype, keep_settings: as for :func:`load_training_state`.
+        rename, include, exclude, dtype, keep_settings: as for :func:`load_training_state`.
         partial: leave the state of a parameter alone if it is not saved, has another shape, is not
             complete, or is of another kind. By default that is an error.
         process_group, no_dist: as in ``dcp.load``.

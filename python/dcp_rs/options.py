@@ -230,6 +230,7 @@ class LoadArguments(ReaderArguments, PlannerArguments, total=False):
 class OptimizerArguments(ReaderArguments, total=False):
     """Keyword arguments of ``load_optim_state_dict``, for functions that pass them on."""
 
+    rename: Rename
     include: Globs
     exclude: Globs
     dtype: torch.dtype | str | None
@@ -241,7 +242,6 @@ class TrainingArguments(OptimizerArguments, total=False):
     """Keyword arguments of ``load_training_state``, for functions that pass them on."""
 
     names: Mapping[str, str] | None
-    rename: Rename
 
 
 class WriteArguments(TypedDict, total=False):

@@ -196,7 +196,7 @@ def test_errors_name_the_part_that_may_be_left_out(tmp_path):
     with pytest.raises(PlanError, match=r"To load the rest, pass partial=\{'optimizer'\}"):
         load_training_state(tmp_path, model, optimizer)
     load_training_state(tmp_path, model, optimizer, partial={"optimizer"})
-    with pytest.raises(PlanError, match=r"no extra.step. To keep .* pass partial=\{'extra'\}"):
+    with pytest.raises(PlanError, match=r"no 'extra.step'. To keep .* pass partial=\{'extra'\}"):
         load_training_state(tmp_path, model, None, {"step": 0})
     load_training_state(tmp_path, model, None, extra := {"step": 5}, partial={"extra"})
     assert extra == {"step": 5}

@@ -45,15 +45,14 @@ def seen(model, optimizer, extra):
 
 
 def overtaking(path, times, numbers):
-    """``OptimizerLoad.template``, the last that a load does before it loads; then save after save is committed."""
-    template = OptimizerLoad.template
+    """``OptimizerLoad``, which a load makes before it reads; then save after save is committed."""
+    prepare = OptimizerLoad.__init__
 
-    def overtaken(saved, *args, **options):
-        made = template(saved, *args, **options)
+    def overtaken(load, *args):
+        prepare(load, *args)
         if len(numbers) < times:
             numbers.append(len(numbers) + 2)
             save(path, numbers[-1])
-        return made
 
     return overtaken
 
@@ -65,7 +64,7 @@ def overtaken_by(ckpt, monkeypatch):
     def begin(times):
         save(ckpt, 1)
         numbers = []
-        monkeypatch.setattr(OptimizerLoad, "template", overtaking(ckpt, times, numbers))
+        monkeypatch.setattr(OptimizerLoad, "__init__", overtaking(ckpt, times, numbers))
         return numbers
 
     return begin
@@ -99,14 +98,14 @@ def test_where_it_never_ends_nothing_is_changed(ckpt, overtaken_by):
 
 
 def load_on_ranks(path):
-    template = OptimizerLoad.template
-    OptimizerLoad.template = overtaking(path, 2 if dist.get_rank() == 0 else 0, [])
+    prepare = OptimizerLoad.__init__
+    OptimizerLoad.__init__ = overtaking(path, 2 if dist.get_rank() == 0 else 0, [])
     try:
         model, optimizer = made(9.0, 0.9)
         extra = {"step": 9}
         load_training_state(path, model, optimizer, extra)
     finally:
-        OptimizerLoad.template = template
+        OptimizerLoad.__init__ = prepare
     return seen(model, optimizer, extra)
 
 
@@ -120,17 +119,16 @@ def test_views_of_an_iterator_count_for_the_save_that_came_meanwhile(ckpt, monke
     model, optimizer = made(0.0, 0.1)
     model.weight.data = torch.arange(9.0).view(3, 3)
     save_training_state(ckpt, model, optimizer, no_dist=True, fsync=False)
-    template = OptimizerLoad.template
+    prepare = OptimizerLoad.__init__
 
-    def overtaken(saved, *args, **options):
+    def overtaken(load, *args):
         monkeypatch.undo()
-        made = template(saved, *args, **options)
+        prepare(load, *args)
         save_training_state(ckpt, model, optimizer, no_dist=True, fsync=False)
-        return made
 
-    monkeypatch.setattr(OptimizerLoad, "template", overtaken)
+    monkeypatch.setattr(OptimizerLoad, "__init__", overtaken)
     loaded, its_optimizer = made(9.0, 0.1)
     views = iter([dcp_rs.Transpose("model.weight", (1, 0))])
     load_training_state(ckpt, loaded, its_optimizer, views=views)
-    assert OptimizerLoad.template is template
+    assert OptimizerLoad.__init__ is prepare
     assert torch.equal(loaded.weight, model.weight.T)

@@ -19,12 +19,11 @@ from dcp_rs.errors import PlanError, UnsafePickleError
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.flatten import flatten, is_stateful
 from dcp_rs.tensors.memory import check_has_shape, clone
-from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.training.names import unwrapper
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import SavedTree, as_in, as_text, build_tree, join
+from dcp_rs.training.saved_tree import SavedTree, as_in, as_text, join
 from dcp_rs.training.schedulers import GroupPlaces
 
 #: The key of these entries in the checkpoint.
@@ -225,7 +224,7 @@ def merge(old: Any, new: Any, *, keep: bool) -> Any:
 
 
 class SavedValue:
-    """Saved state at one path.
+    """Saved state at one path. All of it is loaded, or nothing.
 
     Args:
         whole: the name of the path.
@@ -237,7 +236,8 @@ class SavedValue:
 
     Attributes:
         template: memory for the state, by name in the checkpoint.
-        is_loaded: false if all of it is left out, or none is saved.
+        is_saved: the checkpoint has it.
+        is_loaded: the load takes it.
     """
 
     def __init__(
@@ -249,25 +249,15 @@ class SavedValue:
         *,
         as_saved: bool,
     ) -> None:
-        self.is_loaded = bool(tree.paths or (tree.containers and partial_load.includes(whole)))
-        left = partial_load.exclude(tree.paths)
-        left |= partial_load.incomplete(key for key in tree.paths if key not in left)
-        self._kept: dict[TreePath, Any] = {}  # leaves that stay
-        if left:
-            # One level down: the entry itself may be a leaf.
-            flat = flatten({"": own})
-            leaves = {as_text(path[1:]): flat.values[fqn] for fqn, path in flat.paths.items()}
-            gone = [tree.paths.pop(key) for key in list(tree.paths) if key in left]
-            self._kept = {path: leaves[as_text(path)] for path in gone if as_text(path) in leaves}
-            # A list cannot lack one of its entries.
-            if any(type(part) is int for path in gone if path not in self._kept for part in path):
-                partial_load.report.excluded += tree.paths
-                tree.paths.clear()
-            self.is_loaded = bool(tree.paths)
         self._tree, self._own = tree, own
-        self._containers = partial_load.remaining(tree, whole)
-        tensors = _tensors(own)
         self.template: dict[str, torch.Tensor | None] = {}
+        # DCP stores nothing for an empty dict.
+        is_empty = not tree.is_exact and isinstance(own, dict) and not own
+        self.is_saved = bool(tree.paths or tree.containers or is_empty)
+        self.is_loaded = self.is_saved and partial_load.takes(list(tree.paths) or [whole])
+        if not self.is_loaded:
+            return
+        tensors = _tensors(own)
         for key, entry in partial_load.part.entries.find(tree.paths).items():
             tensor = tensors.get(as_text(tree.paths[key]))
             if tensor is not None:
@@ -276,16 +266,15 @@ class SavedValue:
                 shape = tuple(global_shape(tensor))
                 if shape != entry.shape:
                     partial_load.refuse_shape(key, shape, entry.shape, "extra")
-                    self._kept[tree.paths.pop(key)] = tensor
-                    continue
+                    self.is_loaded = False
             self.template[key] = _memory(entry, tensor, as_saved=as_saved)
+        if not self.is_loaded:
+            partial_load.report.excluded += self.template
+            self.template.clear()
 
     def build(self, loaded: Mapping[str, Any]) -> Any:
         """Return the state, of loaded values by name in the checkpoint."""
-        leaves = [(None, path, leaf) for path, leaf in self._kept.items()] + [
-            (self._tree.positions[key], path, loaded[key]) for key, path in self._tree.paths.items()
-        ]
-        state = build_tree(leaves, self._containers)
+        state = self._tree.build(loaded)
         return state if self._tree.is_exact else as_in(self._own, state)
 
 
@@ -320,48 +309,37 @@ class SavedExtra:
         whole, tree = part.prefix, part.entries.tree(part.path)
         # DCP stores nothing for an empty dict, and keys as text: what it lacks may be an entry.
         self._keeps = partial_load.may_leave or not tree.is_exact
-        keys: dict[str, SavedTree] = {}
+        trees = {"": tree}
         self._takes_all = False
         if isinstance(value, PerRank):
             keys, whole = tree.by_key(), f"{whole}.{value._saved_key}"
             if partial_load.includes(whole) and not partial_load.is_partial:
                 self._takes_all = _takes_all(part.prefix, value, keys, owners)
-            tree = keys.get(value._saved_key, SavedTree(is_exact=tree.is_exact))
-        is_saved = bool(tree.paths or (tree.containers and partial_load.includes(whole)))
+            of_rank = keys.get(value._saved_key, SavedTree(is_exact=tree.is_exact))
+            trees = keys if self._takes_all else {"": of_rank}
         own = value.state_dict() if is_stateful(value) else value
         if self._takes_all:
             own = None  # the states of all keys take memory of their own
         self._values = {
             key: SavedValue(whole, one, own, partial_load, as_saved=is_stateful(value))
-            for key, one in (keys if self._takes_all else {"": tree}).items()
+            for key, one in trees.items()
         }
-        self.template = {
-            key: memory for one in self._values.values() for key, memory in one.template.items()
-        }
-        self._is_loaded = any(one.is_loaded for one in self._values.values())
-        if not isinstance(value, PerRank):
-            self._is_loaded |= isinstance(own, dict) and not own and not tree.is_exact
-        if partial_load.includes(whole) and not (self._is_loaded or is_saved):
-            self._miss(whole, partial_load)
-
-    def _miss(self, whole: str, partial_load: PartialLoad) -> None:
-        """Report that the checkpoint lacks the entry. Keys of ranks were compared before.
-
-        Raises:
-            PlanError: that is an error.
-        """
-        name = self._name
-        if not isinstance(self._extra[name], PerRank) and not partial_load.is_partial:
-            msg = (
-                f"the checkpoint has no {whole or name}. To keep the entry as it is, pass "
-                f"partial={{'extra'}}; if it has another name there, names={{{name!r}: ...}}"
+        values = self._values.values()
+        self.template = {key: memory for one in values for key, memory in one.template.items()}
+        if any(one.is_saved for one in values):
+            return
+        if isinstance(value, PerRank) and partial_load.includes(whole):  # keys were compared
+            partial_load.report.missing.append(whole)
+        else:
+            advice = (
+                ". To keep the entry as it is, pass partial={'extra'}; if it has another name "
+                f"there, names={{{name!r}: ...}}"
             )
-            raise PlanError(msg, tensor=whole)
-        partial_load.report.missing.append(whole)
+            partial_load.miss(whole, advice)
 
     def put(self, loaded: Mapping[str, Any]) -> None:
         """Put the loaded values, by name in the checkpoint, into the entry."""
-        if not self._is_loaded:
+        if not all(one.is_loaded for one in self._values.values()):
             return
         states = {key: one.build(loaded) for key, one in self._values.items()}
         value = self._extra[self._name]
@@ -458,17 +436,11 @@ def split_extra_state(state: dict[str, Any], partial_load: PartialLoad) -> dict[
     for key in [key for key in state if f".{key}".endswith("._extra_state")]:
         own, whole = state.pop(key), join(part.prefix, key)
         tree = part.entries.tree((*part.path, key))
-        if not partial_load.includes(whole) and not tree.paths:
-            partial_load.report.excluded.append(whole)
-            continue
         value = SavedValue(whole, tree, own, partial_load, as_saved=True)
-        # DCP stores nothing for an empty dict.
-        if value.is_loaded or (not tree.is_exact and isinstance(own, dict) and not own):
+        if value.is_loaded:
             found[key] = value
-        elif partial_load.is_partial:
-            partial_load.report.missing.append(whole)
-        elif partial_load.includes(whole):
-            raise PlanError(f"the checkpoint has no {whole!r}", tensor=whole)
+        elif not value.is_saved:
+            partial_load.miss(whole)
     return found
 
 

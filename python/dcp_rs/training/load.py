@@ -25,7 +25,7 @@ from dcp_rs.training.load_optimizer import OptimizerLoad
 from dcp_rs.training.names import StoredNames, unwrapper
 from dcp_rs.training.optimizers import is_fsdp1, joined, model_state
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_optimizers import saved_optimizers
+from dcp_rs.training.saved_optimizers import SavedOptimizers, saved_optimizers
 from dcp_rs.training.saved_tree import join
 from dcp_rs.training.settings import KeepSettings
 from dcp_rs.training.sources import MODEL, OPTIM, Part, Parts
@@ -95,9 +95,9 @@ class TrainingLoad:
         if self._may_be_sent:
             self._get_settings(ranks)
         # A step of its own: it reads, which may fail on one rank, and the next has collectives.
-        of_optimizers = ranks.run(self._read_optimizers)
+        saved = ranks.run(self._read_optimizers)
         owners = self._gather_owners(ranks)
-        ranks.run(lambda: self._begin(of_optimizers, owners))
+        ranks.run(lambda: self._begin(saved, owners))
         self._read(ranks)
         ranks.run(self._end)
 
@@ -118,18 +118,13 @@ class TrainingLoad:
 
         engine.load(ranks, request)
 
-    def _read_optimizers(self) -> OptimizerLoad | None:
+    def _read_optimizers(self) -> SavedOptimizers | None:
         if not self._optimizers:
             return None
-        part, is_alone = self._parts.optimizer(self._options.key), self._extra is None
+        part = self._parts.optimizer(self._options.key)
         self._known.append(join(part.prefix, "param_groups"))
         left = self._partial(part, "optimizer", OPTIM)
-        saved = saved_optimizers(left, needed=is_alone, rename=self._options.rename)
-        if saved is None:
-            return None
-        load = OptimizerLoad(saved, left, self._options.keep_settings, is_alone=is_alone)
-        self._puts.append(load.put)
-        return load
+        return saved_optimizers(left, needed=self._extra is None, rename=self._options.rename)
 
     def _gather_owners(self, ranks: RankGroup) -> dict[str, dict[str, Any]]:
         """Return the keys of the values of all ranks, by the names of their entries."""
@@ -147,12 +142,16 @@ class TrainingLoad:
         return owners
 
     def _begin(
-        self, of_optimizers: OptimizerLoad | None, owners: Mapping[str, Mapping[str, Any]]
+        self, saved: SavedOptimizers | None, owners: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Make the templates. Nothing of the caller's changes."""
-        if of_optimizers is not None:
-            template = of_optimizers.template(self._models, self._optimizers)
-            of_optimizers.part.template |= template
+        of_optimizers = None
+        if saved is not None:
+            of_optimizers = OptimizerLoad(
+                saved, self._models, self._optimizers, self._options.keep_settings
+            )
+            saved.partial_load.part.template |= of_optimizers.template
+            self._puts.append(of_optimizers.put)
         if self._extra is None:
             return
         self._begin_models()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,26 +13,24 @@ from torch.optim import Optimizer
 
 from dcp_rs import _torch
 from dcp_rs.tensors.flatten import get_at
-from dcp_rs.tensors.nesting import Container, TreePath, kind_of, like, nest
+from dcp_rs.tensors.nesting import TreePath, kind_of, like
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.training.match_optimizer import OptimizerMatcher, Slot, Target
 from dcp_rs.training.optimizers import (
     compiler_names,
     fsdp1_group,
+    fsdp1_state,
     is_fsdp1,
     is_named,
     renamed,
     settings_of,
     sharded_state_dicts,
 )
-from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_optimizers import SavedOptimizers
 from dcp_rs.training.saved_tree import as_in, join
 from dcp_rs.training.schedulers import GroupPlaces
 from dcp_rs.training.settings import KeepSettings, check_kept
 from dcp_rs.training.sources import MODEL
-
-_MISSING: Any = object()
 
 
 class OptimizerLoad:
@@ -40,44 +38,33 @@ class OptimizerLoad:
 
     Args:
         saved: the saved state.
-        partial_load: its place, and what is left alone.
+        models: the modules that have the parameters.
+        optimizers: the optimizers.
         keep: the settings of the optimizers that stay.
-        is_alone: no model is loaded beside it.
 
     Attributes:
-        part: the place of the state.
+        template: memory for the state, by name in the checkpoint.
+
+    Raises:
+        PlanError: the checkpoint has other parameters, numbers, groups, settings, kinds of state or
+            shapes.
     """
 
     def __init__(
         self,
         saved: SavedOptimizers,
-        partial_load: PartialLoad,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[Optimizer],
         keep: KeepSettings = False,
-        *,
-        is_alone: bool = False,
     ) -> None:
-        self._saved, self._partial, self._keep = saved, partial_load, keep
-        self._is_alone, self.part = is_alone, partial_load.part
+        self._saved, self._partial = saved, saved.partial_load
+        self._fsdp1 = models[0] if is_fsdp1(models[0]) else None
+        check_kept([group for one in optimizers for group in one.param_groups], keep)
+        matcher = OptimizerMatcher(saved, keep, models, self._fsdp1)
+        self._targets: list[Target] = []
         #: The dtypes of the memory for state, by name. The load may cast to another dtype.
         self._dtypes: dict[str, torch.dtype] = {}
-        self._fsdp1: torch.nn.Module | None = None
-        self._targets: list[Target] = []
-
-    def template(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Optimizer]
-    ) -> dict[str, Any]:
-        """Return memory for the state of the optimizers, by name in the checkpoint.
-
-        Raises:
-            PlanError: the checkpoint has other parameters, numbers, groups, settings, kinds of
-                state or shapes.
-        """
-        self._fsdp1 = models[0] if is_fsdp1(models[0]) else None
-        check_kept([group for one in optimizers for group in one.param_groups], self._keep)
-        matcher = OptimizerMatcher(
-            self._saved, self._partial, self._keep, models, self._fsdp1, is_alone=self._is_alone
-        )
-        values: dict[str, Any] = {}
+        self.template: dict[str, Any] = {}
         for number, optimizer in enumerate(optimizers):
             target = matcher.match(optimizer, number, is_only=len(optimizers) == 1)
             self._targets.append(target)
@@ -90,8 +77,7 @@ class OptimizerLoad:
                         slot.stays = True
                     self._partial.report.excluded += found
                 else:
-                    values |= found
-        return values
+                    self.template |= found
 
     def places(self, optimizer: Any) -> GroupPlaces | None:
         """Return the saved groups of an optimizer's groups.
@@ -113,12 +99,16 @@ class OptimizerLoad:
             slots = list(itertools.chain.from_iterable(target.slots))
             if not any(self._saved.groups) and all(slot.stays for slot in slots):
                 continue
-            state = self._loaded(slots, loaded)
-            state |= {slot.fqn: slot.own for slot in slots if slot.stays and slot.own is not None}
+            state = {
+                slot.fqn: self._state(slot, loaded)
+                for slot in slots
+                if not slot.stays and (slot.tree.paths or slot.tree.containers)
+            }
+            kept = [slot.fqn for slot in slots if slot.stays]
             to_load = (
-                _plain_state_dict(target, state)
+                _plain_state_dict(target, state, kept)
                 if self._fsdp1 is None
-                else _fsdp1_state_dict(self._fsdp1, target, state)
+                else self._fsdp1_state_dict(self._fsdp1, target, state, kept)
             )
             if _torch.loads_by_itself(target.optimizer):
                 # It looks in them for the parameter of each tensor, which is slow in a list. In the
@@ -134,8 +124,10 @@ class OptimizerLoad:
 
     def _space(self, slot: Slot, optimizer: Optimizer) -> dict[str, Any] | None:
         """Return memory for a slot, by name; None if the state that the optimizer has stays."""
-        paths = None if slot.stays else self._included(slot)
-        if paths is None:
+        paths = slot.tree.paths
+        if slot.stays or not self._partial.takes(
+            list(paths) or [f"{self._saved.prefix}.{slot.fqn}"]
+        ):
             return None
         space: dict[str, Any] = {}
         for name, path in paths.items():
@@ -159,24 +151,6 @@ class OptimizerLoad:
             space[name], self._dtypes[name] = memory, memory.dtype
         return space
 
-    def _included(self, slot: Slot) -> dict[str, TreePath] | None:
-        """Return the entries of a slot to load; None if the state that the optimizer has stays.
-
-        Optimizers need a whole state: if the own state lacks an excluded entry, nothing is loaded.
-        """
-        paths = slot.tree.paths
-        if not self._partial.may_leave:
-            return paths
-        if not paths and not self._partial.includes(f"{self._saved.prefix}.{slot.fqn}"):
-            return None
-        excluded = self._partial.exclude(paths)
-        rest = {name: path for name, path in paths.items() if name not in excluded}
-        lacks = any(get_at(slot.own, paths[name], _MISSING) is _MISSING for name in excluded)
-        if excluded and (lacks or not rest):
-            self._partial.report.excluded += rest
-            return None
-        return None if self._partial.incomplete(rest) else rest
-
     def _memory(
         self, slot: Slot, path: TreePath, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
@@ -195,62 +169,59 @@ class OptimizerLoad:
                 return _torch.empty_like(like.detach(), dtype=dtype, device=like.device)
         return torch.empty(shape, dtype=dtype, device="cpu")
 
-    # --- what was loaded
-
-    def _loaded(self, slots: list[Slot], values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the loaded states of an optimizer's parameters, by FQN.
-
-        Args:
-            slots: those of the optimizer. An entry that was not loaded is the one that it has.
-            values: the loaded values, by name.
+    def _state(self, slot: Slot, loaded: Mapping[str, Any]) -> Any:
+        """Return the loaded state of a slot.
 
         Raises:
             PlanError: paths contradict each other.
         """
-        leaves: list[tuple[int | None, TreePath, Any]] = []
-        containers: list[Container] = []
-        for slot in slots:
-            if slot.stays:
-                continue
-            tree = slot.tree
-            for name, path in tree.paths.items():
-                value = values[name] if name in values else get_at(slot.own, path)
-                dtype = self._dtypes.get(name)
-                if name in values and dtype is not None and value.dtype != dtype:
-                    value = value.to(dtype)
-                leaves.append((tree.positions[name], (slot.fqn, *path), value))
-            containers += [
-                Container(c.position, (slot.fqn, *c.path), c.kind)
-                for c in self._partial.remaining(tree, f"{self._saved.prefix}.{slot.key}")
-            ]
-        states = nest(leaves, containers)
-        inexact = (slot for slot in slots if slot.fqn in states and not slot.tree.is_exact)
-        return states | {slot.fqn: as_in(slot.made, states[slot.fqn]) for slot in inexact}
+        values = {
+            name: loaded[name].to(self._dtypes[name]) if name in self._dtypes else loaded[name]
+            for name in slot.tree.paths
+        }
+        state = slot.tree.build(values)
+        return state if slot.tree.is_exact else as_in(slot.made, state)
 
-
-def _plain_state_dict(target: Target, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state, by FQN, as an optimizer's ``load_state_dict`` takes it."""
-    own = target.optimizer.state_dict()["param_groups"]
-    groups = [old | settings_of(group) for group, old in zip(target.groups, own, strict=True)]
-    osd = {"state": state, "param_groups": groups}
-    return renamed(osd, lambda fqn: target.own_keys.get(fqn, fqn))
-
-
-def _fsdp1_state_dict(
-    model: torch.nn.Module, target: Target, state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the state, by FQN, as an optimizer of an FSDP1 model takes it. A collective."""
-    names = compiler_names(model)
-    osd = renamed({"state": state, "param_groups": target.groups}, lambda fqn: names.get(fqn, fqn))
-    with sharded_state_dicts(model):
-        flat: dict[str, Any] = FullyShardedDataParallel.optim_state_dict_to_load(
-            model,
-            target.optimizer,
-            osd,
-            is_named_optimizer=is_named(target.optimizer.state_dict()),
-            group=fsdp1_group(model),
+    def _fsdp1_state_dict(
+        self,
+        model: torch.nn.Module,
+        target: Target,
+        state: Mapping[str, Any],
+        kept: Iterable[str],
+    ) -> dict[str, Any]:
+        """Return the state, by FQN, as an optimizer of an FSDP1 model takes it. A collective."""
+        own: dict[str, Any] = {}
+        if self._partial.may_leave:
+            own = fsdp1_state(model, target.optimizer, target.number)["state"]
+        state = {fqn: own[fqn] for fqn in kept if fqn in own} | {**state}
+        names = compiler_names(model)
+        osd = renamed(
+            {"state": state, "param_groups": target.groups}, lambda fqn: names.get(fqn, fqn)
         )
-    return flat
+        with sharded_state_dicts(model):
+            flat: dict[str, Any] = FullyShardedDataParallel.optim_state_dict_to_load(
+                model,
+                target.optimizer,
+                osd,
+                is_named_optimizer=is_named(target.optimizer.state_dict()),
+                group=fsdp1_group(model),
+            )
+        return flat
+
+
+def _plain_state_dict(
+    target: Target, state: Mapping[str, Any], kept: Iterable[str]
+) -> dict[str, Any]:
+    """Return the state, by FQN, and what stays as an optimizer's ``load_state_dict`` takes them."""
+    osd, keys = target.optimizer.state_dict(), target.own_keys
+    groups = zip(target.groups, osd["param_groups"], strict=True)
+    new = renamed(
+        {"state": state, "param_groups": [old | settings_of(group) for group, old in groups]},
+        lambda fqn: keys.get(fqn, fqn),
+    )
+    own = (keys.get(fqn, fqn) for fqn in kept)
+    new["state"] |= {key: osd["state"][key] for key in own if key in osd["state"]}
+    return new
 
 
 def _places_steps(optimizer: Optimizer) -> bool:

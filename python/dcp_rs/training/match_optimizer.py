@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,11 @@ from dcp_rs.errors import PlanError
 from dcp_rs.training.first_step import with_state
 from dcp_rs.training.optimizers import (
     fqns_by_parameter,
-    fsdp1_state,
     names_by_key,
     own_state_dict,
     parameter_names,
     settings_of,
 )
-from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_optimizers import SavedOptimizers
 from dcp_rs.training.saved_tree import SavedTree, join
 from dcp_rs.training.settings import (
@@ -53,8 +50,7 @@ class Slot:
         shard: the parameter in the state dict of an FSDP1 model.
         made: the state that the optimizer has or, if it has none, makes in its first step, as its
             ``state_dict()`` returns it. Of a parameter of FSDP1 there is none: it is flat.
-        own: the state that it has.
-        kinds: the kinds of that state, or of what its next step makes; None if they are not known.
+        kinds: the kinds of that state; None if they are not known.
         stays: the load leaves it as it is.
     """
 
@@ -64,7 +60,6 @@ class Slot:
     param: torch.Tensor | None = None
     shard: Any = None
     made: Any = None
-    own: Any = None
     kinds: set[str] | None = None
     stays: bool = False
 
@@ -91,6 +86,7 @@ class Target:
     """An optimizer to load into.
 
     Attributes:
+        number: its number, for messages.
         slots: the slots of each parameter, and of each other key. A flat parameter has several.
         groups: the parameters and settings of each of its groups after the load.
         places: the number of the saved group of each of its groups; None if there is none.
@@ -99,6 +95,7 @@ class Target:
     """
 
     optimizer: Optimizer
+    number: int
     slots: list[list[Slot]]
     groups: list[dict[str, Any]]
     places: list[int | None]
@@ -128,25 +125,20 @@ class OptimizerMatcher:
 
     Args:
         saved: the saved ones.
-        partial_load: the place of their state, and what is left alone.
         keep: the settings of the optimizers that stay.
         models: the modules that have the parameters.
         fsdp1: the only one of them, if it is of FSDP1.
-        is_alone: no model is loaded beside the optimizers.
     """
 
     def __init__(
         self,
         saved: SavedOptimizers,
-        partial_load: PartialLoad,
         keep: KeepSettings,
         models: Sequence[torch.nn.Module],
         fsdp1: torch.nn.Module | None,
-        *,
-        is_alone: bool,
     ) -> None:
-        self._saved, self._partial, self._keep = saved, partial_load, keep
-        self._fsdp1, self._is_alone = fsdp1, is_alone
+        self._saved, self._partial = saved, saved.partial_load
+        self._keep, self._fsdp1 = keep, fsdp1
         self._fqns_of = fqns_by_parameter(models)
         self._shards = {} if fsdp1 is None else get_model_state_dict(fsdp1)
 
@@ -183,9 +175,8 @@ class OptimizerMatcher:
             warn_of_replaced([group for group in groups if not group.stays], optimizer)
         after = [group.after_load() for group in groups]
         slots += [[slot] for slot in self._other_slots(state.by_name, known, is_only=is_only)]
-        self._note_own(optimizer, number, itertools.chain.from_iterable(slots))
         places = [self._saved.place(group.saved[0]) if group.saved else None for group in groups]
-        return Target(optimizer, slots, after, places, state.own_keys, is_converted)
+        return Target(optimizer, number, slots, after, places, state.own_keys, is_converted)
 
     def _slots(
         self, optimizer: Optimizer, names: Sequence[tuple[torch.Tensor, list[str]]]
@@ -227,10 +218,20 @@ class OptimizerMatcher:
                 if self._partial.includes(f"{self._saved.prefix}.{slot.fqn}"):
                     missing.append(slot.fqn)
         if missing and not self._partial.is_partial:
+            lacks, wants, stored = (
+                [join(MODEL, name) for name in names]
+                for names in (missing, fqns, self._saved.settings)
+            )
             more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
+            is_in_model = any(name in self._partial.part.entries for name in lacks)
+            rename = None if is_in_model else explain_prefix(lacks, wants, stored)
+            advice = rename or (
+                "to keep the state of such parameters as it is, pass partial={'optimizer'}, or "
+                "partial={'model', 'optimizer'} if they are new"
+            )
             msg = (
-                f"optimizer {number} has parameter {missing[0]!r}{more}, "
-                f"which no saved optimizer has{self._advice(missing, fqns)}"
+                f"optimizer {number} has parameter {missing[0]!r}{more}, which no saved optimizer "
+                f"has; {advice}"
             )
             raise PlanError(msg, tensor=missing[0])
         self._partial.report.missing += [f"{self._saved.prefix}.{fqn}" for fqn in missing]
@@ -257,22 +258,6 @@ class OptimizerMatcher:
         for slot in slots:
             slot.stays = True
             self._partial.report.missing.append(f"{self._saved.prefix}.{slot.fqn}")
-
-    def _advice(self, missing: list[str], fqns: list[str]) -> str:
-        """Return the end of a message about parameters that no saved optimizer has."""
-
-        def of_model(names: Iterable[str]) -> list[str]:
-            return [join(MODEL, name) for name in names]
-
-        names = of_model(missing)
-        if self._is_alone or any(name in self._partial.part.entries for name in names):
-            return ". To leave the state of such parameters as it is, pass partial={'optimizer'}"
-        if prefix := explain_prefix(names, of_model(fqns), of_model(self._saved.settings)):
-            return f"; {prefix}"
-        return (
-            ". If the model has new parameters, pass partial={'model', 'optimizer'}: they "
-            "keep their values, and have no state"
-        )
 
     def _match_groups(
         self, optimizer: Optimizer, members: list[list[Slot]], number: int
@@ -400,14 +385,6 @@ class OptimizerMatcher:
             slot.stays = self._partial.is_partial and key not in saved.state
             slots.append(slot)
         return slots
-
-    def _note_own(self, optimizer: Optimizer, number: int, slots: Iterable[Slot]) -> None:
-        """Note the state that an optimizer has. For FSDP1 it is gathered, if some may stay."""
-        is_new, own = not optimizer.state, dict[str, Any]()
-        if self._fsdp1 is not None and self._partial.may_leave:
-            own = fsdp1_state(self._fsdp1, optimizer, number)["state"]
-        for slot in slots:
-            slot.own = slot.made if self._fsdp1 is None and not is_new else own.get(slot.fqn)
 
 
 def _shown(names: Sequence[str]) -> str:

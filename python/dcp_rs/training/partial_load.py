@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from dcp_rs.checkpoint.names import LoadNames
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
-from dcp_rs.tensors.nesting import Container, remaining
-from dcp_rs.training.saved_tree import SavedTree, join
+from dcp_rs.training.saved_tree import join
 from dcp_rs.training.sources import Part
 
 #: The parts of a training state that may be loaded in part.
@@ -63,31 +62,21 @@ class PartialLoad:
             name = join(self.usual, name.removeprefix(prefix).removeprefix("."))
         return self.names.wants(name)
 
-    def exclude(self, names: Iterable[str]) -> set[str]:
-        """Return the names that the load does not include, and report them."""
-        excluded = [name for name in names if not self.includes(name)]
-        self.report.excluded += excluded
-        return set(excluded)
+    def takes(self, names: Collection[str]) -> bool:
+        """Return whether the load takes state that has these entries: all of it, or nothing.
 
-    def remaining(self, tree: SavedTree, above: str) -> list[Container]:
-        """Return the containers of a tree that are not excluded, or hold what the tree has.
-
-        Args:
-            tree: a tree of the checkpoint.
-            above: the name of its place.
+        It reports what it leaves alone. Incomplete tensors are an error of the load that reads
+        them, unless it is partial.
         """
-        return remaining(
-            tree.containers, tree.paths.values(), lambda name: self.includes(join(above, name))
-        )
+        if not all(map(self.includes, names)):
+            self.report.excluded += names
+            return False
+        incomplete = self._incomplete(names) if self.is_partial else []
+        self.report.partly_filled += incomplete
+        return not incomplete
 
-    def incomplete(self, names: Iterable[str]) -> set[str]:
-        """Return the names of tensors that lack elements in the checkpoint, and report them.
-
-        Raises:
-            PlanError: there are some, and that is an error.
-        """
-        if not self.is_partial:
-            return set()  # the load raises
+    def _incomplete(self, names: Iterable[str]) -> list[str]:
+        """Return the names of tensors that lack elements in the checkpoint."""
         tensors, regions = [], []
         index = self.part.entries.index
         for name in names:
@@ -96,9 +85,24 @@ class PartialLoad:
                 tensors.append(name)
                 regions.append((number, (0,) * len(tensor.shape), tensor.shape))
         holes = index.check_regions(regions, [])
-        found = list(dict.fromkeys(tensors[at] for at, _, _ in holes))
-        self.report.partly_filled += found
-        return set(found)
+        return list(dict.fromkeys(tensors[at] for at, _, _ in holes))
+
+    def miss(self, name: str, advice: str = "") -> None:
+        """Report that the checkpoint lacks an entry.
+
+        Args:
+            name: the name of the entry.
+            advice: the end of the message.
+
+        Raises:
+            PlanError: that is an error.
+        """
+        if not self.includes(name):
+            self.report.excluded.append(name)
+        elif self.is_partial:
+            self.report.missing.append(name)
+        else:
+            raise PlanError(f"the checkpoint has no {name!r}{advice}", tensor=name)
 
     def refuse_shape(
         self, name: str, expected: tuple[int, ...], got: tuple[int, ...], where: str

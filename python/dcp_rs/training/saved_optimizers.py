@@ -11,7 +11,7 @@ from dcp_rs.training.extra import EXTRA
 from dcp_rs.training.names import StoredNames
 from dcp_rs.training.optimizers import settings_of
 from dcp_rs.training.partial_load import PartialLoad
-from dcp_rs.training.saved_tree import build_tree, join, path_of
+from dcp_rs.training.saved_tree import join, path_of
 from dcp_rs.training.sources import Part
 
 
@@ -32,7 +32,7 @@ def saved_optimizers(
     base = join(part.prefix, "param_groups")
     names = [name for name in part.entries.below(part.prefix) if name != part.prefix]
     if not any(map(partial_load.includes, names or [base])):
-        partial_load.exclude(names)
+        partial_load.report.excluded += names
         return None
     tree = part.entries.tree(path_of(base), may_be_flat=True)
     if not tree.paths:
@@ -40,12 +40,11 @@ def saved_optimizers(
             raise _not_there(part, base, needed=needed)
         partial_load.report.missing.append(part.prefix)
         return None
-    leaves = [(tree.positions[name], path, part.read(name)) for name, path in tree.paths.items()]
-    groups = _groups(build_tree(leaves, tree.containers), base)
+    groups = _groups(tree.build({name: part.read(name) for name in tree.paths}), base)
     if not any(map(partial_load.includes, tree.paths)):
         partial_load.report.excluded += tree.paths
         groups = [{"params": group["params"]} for group in groups]
-    return SavedOptimizers(part, groups, rename)
+    return SavedOptimizers(partial_load, groups, rename)
 
 
 def _not_there(part: Part, base: str, *, needed: bool) -> PlanError:
@@ -95,11 +94,12 @@ class SavedOptimizers:
     """The optimizer state in a checkpoint.
 
     Args:
-        part: the place of the state.
+        partial_load: the place of the state, and what is left alone.
         groups: the saved parameter groups.
         rename: a renaming of parameters.
 
     Attributes:
+        partial_load: as given.
         prefix: the name of the place of the states.
         groups: the settings of each group.
         settings: those of the group of each parameter, by the parameter's key.
@@ -108,7 +108,10 @@ class SavedOptimizers:
         infos: the entries of all states, by name.
     """
 
-    def __init__(self, part: Part, groups: Sequence[dict[str, Any]], rename: Rename) -> None:
+    def __init__(
+        self, partial_load: PartialLoad, groups: Sequence[dict[str, Any]], rename: Rename
+    ) -> None:
+        self.partial_load, part = partial_load, partial_load.part
         self.prefix = join(part.prefix, "state")
         self.groups = list(map(settings_of, groups))
         self.settings: dict[str, dict[str, Any]] = {}

@@ -39,6 +39,21 @@ class SavedTree:
         paths = (*self.paths.values(), *(container.path for container in self.containers))
         return {_first_key(path) for path in paths if path}
 
+    def build(self, values: Mapping[str, Any]) -> Any:
+        """Return the tree of the values of its leaves, by name.
+
+        It may be a list or one leaf. Without leaves it is an empty dict.
+
+        Raises:
+            PlanError: paths contradict each other.
+        """
+        # One level down, since a state dict is always a mapping.
+        lower = [Container(c.position, ("", *c.path), c.kind) for c in self.containers]
+        leaves = (
+            (self.positions[name], ("", *path), values[name]) for name, path in self.paths.items()
+        )
+        return nest(leaves, lower).get("", {})
+
     def by_key(self) -> dict[str, SavedTree]:
         """Return the trees below the first keys, by key as text."""
         trees: dict[str, SavedTree] = {}
@@ -134,22 +149,6 @@ class SavedEntries:
             if _is_below(c.path, prefix)
         ]
         return tree
-
-
-def build_tree(
-    leaves: Iterable[tuple[int | None, TreePath, Any]], containers: Iterable[Container]
-) -> Any:
-    """Return the tree of these leaves (position, path, value) and containers.
-
-    It may be a list or one leaf. Without leaves it is an empty dict.
-
-    Raises:
-        PlanError: paths contradict each other.
-    """
-    # One level down, since a state dict is always a mapping.
-    lower = [Container(c.position, ("", *c.path), c.kind) for c in containers]
-    nested = nest(((position, ("", *path), value) for position, path, value in leaves), lower)
-    return nested.get("", {})
 
 
 def as_in(own: Any, saved: Any) -> Any:
