@@ -82,7 +82,7 @@ def test_checkpoints_of_another_name_only_raise(run, how):
 @pytest.mark.parametrize("how", [save_rs, save_stock])
 def test_checkpoint_itself_is_no_run(run, how):
     save(run, ".", how)
-    with pytest.raises(CheckpointNotFoundError, match=r"is a checkpoint itself.*dcp_rs\.exists"):
+    with pytest.raises(CheckpointNotFoundError, match=r"is a checkpoint itself.*dcp_rs\.load"):
         dcp_rs.latest(run)
 
 

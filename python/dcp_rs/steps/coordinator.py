@@ -14,6 +14,7 @@ from uuid import UUID, uuid4
 from dcp_rs import _core
 from dcp_rs._url import StrPath
 from dcp_rs.checkpoint.folders import remember
+from dcp_rs.checkpoint.names import some
 from dcp_rs.engine.destination import Destination
 from dcp_rs.errors import (
     CheckpointExistsError,
@@ -446,7 +447,12 @@ class Coordinator:
         if step is not None:
             return self._find(step), []
         names = self._store.names()
-        self._check_root(names)
+        if strangers := self._store.strangers(names):
+            self.problems.append(
+                f"these may be or hold checkpoints, and are not looked at: {some(strangers)}. To "
+                "resume from one, pass the folder of the steps, and their step_name=, such as "
+                "step_name='iter_{:07d}'"
+            )
         skipped: list[SkippedStep] = []
         for found in self._store.newest(names, misnamed=True):
             if isinstance(found, Step):
@@ -491,21 +497,6 @@ class Coordinator:
         self._begun.clear()
         self._superseded_from = None
         self._older = []
-
-    def _check_root(self, names: Sequence[str]) -> None:
-        """Note names that look like steps. Raise for a root that is no folder of steps.
-
-        Raises:
-            CheckpointNotFoundError: it is a checkpoint itself, or a dangling link.
-        """
-        if why := self._store.why_no_run(names):
-            raise CheckpointNotFoundError(f"{self._store.path} {why}", path=self._store.path)
-        if strangers := self._store.look_alikes(names):
-            some = ", ".join(strangers[:3]) + (", …" if len(strangers) > 3 else "")
-            self.problems.append(
-                f"these look like steps, and are not looked at: {some}. If they are, pass the "
-                "folder that they are in, and step_name=, such as step_name='iter_{:07d}'"
-            )
 
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store metrics of a step beside it.

@@ -19,7 +19,7 @@ from dcp_rs import _core
 from dcp_rs._url import StrPath, absolute
 from dcp_rs.checkpoint.clean import leftovers
 from dcp_rs.checkpoint.folders import INDEX_NAME, local_path, make_folder, sync
-from dcp_rs.errors import SaveInProgressError
+from dcp_rs.errors import CheckpointNotFoundError, SaveInProgressError
 from dcp_rs.steps import notes
 from dcp_rs.steps.step_store import File, Files, Listing, SkipKind, SkippedStep, Step, StepStore
 
@@ -59,6 +59,9 @@ class FolderStepStore(StepStore):
         try:
             return _retry(lambda: os.listdir(self.path))  # noqa: PTH208  # names alone
         except FileNotFoundError:
+            if self.path.is_symlink():
+                msg = f"{self.path} is a dangling link"
+                raise CheckpointNotFoundError(msg, path=self.path) from None
             return []
 
     def _list(self, folders: Sequence[Path]) -> list[Files | None]:
@@ -106,25 +109,6 @@ class FolderStepStore(StepStore):
         ]
 
     # --- looking
-
-    def why_no_run(self, names: Sequence[str]) -> str | None:
-        """Return why the root cannot be the folder of a run. See :class:`StepStore`."""
-        if self.path.is_symlink() and not self.path.exists():
-            return f"is a dangling link to {self.path.readlink()}"
-        return super().why_no_run(names)
-
-    def look_alikes(self, names: Sequence[str]) -> list[str]:
-        """Return names that look like steps. See :class:`StepStore`.
-
-        Without any step in the root, names of steps in its folders are among them.
-        """
-        found = super().look_alikes(names)
-        if not any(map(self._pattern.fullmatch, names)):
-            for name in names:
-                with suppress(OSError):  # it is no folder, or cannot be listed
-                    within = [path.name for path in (self.path / name).iterdir()]
-                    found += [f"{name}/{one}" for one in within if self._pattern.fullmatch(one)]
-        return sorted(found)
 
     def look_at(self, number: int) -> Step | SkippedStep | None:
         """Look at one step. See :meth:`StepStore.look_at`."""

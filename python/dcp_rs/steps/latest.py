@@ -8,6 +8,7 @@ from dcp_rs._arguments import suggest_option
 from dcp_rs._url import StoreArguments, StrPath
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import exists
+from dcp_rs.checkpoint.names import some
 from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.step_store import SkippedStep, Step
@@ -53,7 +54,8 @@ def latest(
     """
     store = step_store_at(root, storage_options, step_name)
     skipped: list[SkippedStep] = []
-    for found in store.newest(misnamed=True):
+    names = store.names()
+    for found in store.newest(names, misnamed=True):
         if isinstance(found, Step) or (
             found.kind == "foreign" and exists(found.path, storage_options=storage_options)
         ):
@@ -67,12 +69,10 @@ def latest(
             skipped.append(found)
     if skipped:
         msg = f"{store.path}: none of its steps is whole: {'; '.join(map(str, skipped))}"
-    elif others := store.other_checkpoints():
+    elif strangers := store.strangers(names):
         msg = (
-            f"{store.path} is a checkpoint itself, not the folder of a run: see dcp_rs.exists"
-            if others == ["."]
-            else f"{store.path} has no step {step_name}, but holds {', '.join(map(repr, others))}: "
-            "pass the name of its steps as step_name="
+            f"{store.path} has no step {step_name}, but holds {some(strangers)}: pass the name of "
+            "its steps as step_name="
         )
     else:
         return None

@@ -11,7 +11,7 @@ import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_foreign
 from dcp_rs.checkpoint.locate import MARKS
 from dcp_rs.checkpoint.verify import VerifyReport, verify
 from dcp_rs.errors import (
+    CheckpointNotFoundError,
     CorruptDataError,
     DcpRsError,
     RunTakenOverError,
@@ -43,7 +44,7 @@ _LOOKS_LIKE_A_STEP = re.compile(
 _AT_ONCE = 16
 #: The number of looks at a step that seems damaged, or whose files go during a look.
 _LOOKS = 3
-#: The most names in the root that are looked at for other checkpoints.
+#: The most folders in the root that are looked at for other checkpoints.
 _OTHERS = 1_000
 #: Names of temporary files, of the lock, and of open files that were deleted on NFS or FUSE.
 _PASSING = re.compile(
@@ -306,10 +307,29 @@ class StepStore(ABC):
         found = [(self._pattern.fullmatch(name), name) for name in names]
         return sorted((int(match[1]), name) for match, name in found if match is not None)
 
-    def look_alikes(self, names: Sequence[str]) -> list[str]:
-        """Return names in the root that look like those of steps, and do not fit ``step_name``."""
-        found = [name for name in names if not self._pattern.fullmatch(name)]
-        return sorted(filter(_LOOKS_LIKE_A_STEP.fullmatch, found))
+    def strangers(self, names: Sequence[str]) -> list[str]:
+        """Return names in the root that look like checkpoints, and are none of its steps.
+
+        Without any step in the root, folders that hold a checkpoint or steps are among them.
+
+        Raises:
+            CheckpointNotFoundError: the root is a checkpoint itself.
+        """
+        others = [name for name in names if not self._pattern.fullmatch(name)]
+        found = set(filter(_LOOKS_LIKE_A_STEP.fullmatch, others))
+        if len(others) == len(names):
+            if {INDEX_NAME, STOCK_NAME} & set(names):
+                msg = (
+                    f"{self.path} is a checkpoint itself, and no folder of steps: pass the folder "
+                    "above it, or load it with dcp_rs.load"
+                )
+                raise CheckpointNotFoundError(msg, path=self.path)
+            with suppress(OSError):  # a folder cannot be listed
+                listed = self._list([self.path / name for name in others[:_OTHERS]])
+                for name, files in zip(others, listed, strict=False):
+                    if any(file in MARKS or self._pattern.fullmatch(file) for file in files or ()):
+                        found.add(name)
+        return sorted(found)
 
     def supersede(self, keys: Iterable[str], by: tuple[int, str] | None = None) -> None:
         """Note that these saves are older than all others, whatever their numbers are.
@@ -349,35 +369,16 @@ class StepStore(ABC):
             return set()
         return older
 
-    def is_run(self, *, checkpoint: bool = False) -> bool:
-        """Return whether the root has steps, and unless ``checkpoint`` is none itself."""
+    def is_run(self) -> bool:
+        """Return whether the root has steps, and is no checkpoint itself."""
         try:
             names = self.names()
-            if not checkpoint and (INDEX_NAME in names or STOCK_NAME in names):
+            if INDEX_NAME in names or STOCK_NAME in names:
                 return False
             steps = filter(self._pattern.fullmatch, names)
             return any(self._list([self.path / name])[0] is not None for name in steps)
         except (UnsupportedError, NotADirectoryError):  # a web server lists nothing
             return False
-
-    def other_checkpoints(self) -> list[str]:
-        """Return the names of checkpoints in the root that are no steps; "." for the root."""
-        names = self.names()
-        if not MARKS.isdisjoint(names):
-            return ["."]
-        others = [name for name in names if not self._pattern.fullmatch(name)][:_OTHERS]
-        listed = self._list([self.path / name for name in others])
-        found = [n for n, files in zip(others, listed, strict=True) if MARKS & (files or {}).keys()]
-        return sorted(found)[:6]
-
-    def why_no_run(self, names: Sequence[str]) -> str | None:
-        """Return why the root, with these names, cannot be the folder of a run; None if it can."""
-        if {INDEX_NAME, STOCK_NAME} & set(names) and not self.is_run(checkpoint=True):
-            return (
-                "is a checkpoint itself, and no folder of steps: pass the folder above it, or load "
-                "it with dcp_rs.load"
-            )
-        return None
 
     def look(self, *, since: int = 0, recall: bool = False) -> Listing:
         """Look at the steps.
