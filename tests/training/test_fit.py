@@ -173,10 +173,10 @@ def test_lbfgs_has_one_vector_for_all_parameters(ckpt, save, steps, order):
             go_on(*each, 2)
         assert_state_equal(other.state_dict(), model.state_dict())
         return
-    with pytest.raises(PlanError, match=r"in their order, and it was saved for a, b, c, d, and"):
+    with pytest.raises(
+        PlanError, match=r"in their order, and it was saved for 'a', 'b', 'c', 'd', and"
+    ):
         load_training_state(ckpt, other, resumed)
-    report = load_training_state(ckpt, other, resumed, partial={"optimizer"})
-    assert report.missing == [f"optim.state.{name}" for name in order]
     assert_state_equal(resumed.state_dict(), before)
 
 

@@ -15,7 +15,7 @@ from dcp_rs import _torch
 from dcp_rs.tensors.flatten import get_at
 from dcp_rs.tensors.nesting import TreePath, kind_of, like
 from dcp_rs.tensors.shards import global_shape
-from dcp_rs.training.match_optimizer import OptimizerMatcher, Slot, Target
+from dcp_rs.training.match_optimizer import OptimizerMatcher, Target
 from dcp_rs.training.optimizers import (
     compiler_names,
     fsdp1_group,
@@ -29,7 +29,7 @@ from dcp_rs.training.optimizers import (
 from dcp_rs.training.saved_optimizers import SavedOptimizers
 from dcp_rs.training.saved_tree import as_in, join
 from dcp_rs.training.schedulers import GroupPlaces
-from dcp_rs.training.settings import KeepSettings, check_kept
+from dcp_rs.training.settings import KeepSettings, Slot, check_kept
 from dcp_rs.training.sources import MODEL
 
 

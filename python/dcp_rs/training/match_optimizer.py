@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import LBFGS, Optimizer
 
-from dcp_rs.checkpoint.names import explain_prefix
+from dcp_rs.checkpoint.names import explain_prefix, some
 from dcp_rs.errors import PlanError
 from dcp_rs.training.first_step import with_state
 from dcp_rs.training.optimizers import (
+    Names,
     fqns_by_parameter,
     names_by_key,
     own_state_dict,
@@ -22,63 +24,11 @@ from dcp_rs.training.optimizers import (
 )
 from dcp_rs.training.saved_optimizers import SavedOptimizers
 from dcp_rs.training.saved_tree import SavedTree, join
-from dcp_rs.training.settings import (
-    GroupSettings,
-    KeepSettings,
-    check_kinds,
-    check_stateless,
-    match_empty,
-    warn_of_replaced,
-)
+from dcp_rs.training.settings import Group, KeepSettings, Slot, warn_of_replaced
 from dcp_rs.training.sources import MODEL
 
 #: The state of a parameter that the checkpoint does not have.
 _NOTHING = SavedTree()
-#: The most parameters in a message.
-_NAMED = 8
-
-
-@dataclass
-class Slot:
-    """State of one parameter, or of one key that belongs to no parameter.
-
-    Attributes:
-        fqn: the parameter, or the key.
-        key: its key in the checkpoint.
-        tree: what the checkpoint has of it.
-        param: the parameter, if it is of one.
-        shard: the parameter in the state dict of an FSDP1 model.
-        made: the state that the optimizer has or, if it has none, makes in its first step, as its
-            ``state_dict()`` returns it. Of a parameter of FSDP1 there is none: it is flat.
-        kinds: the kinds of that state; None if they are not known.
-        stays: the load leaves it as it is.
-    """
-
-    fqn: str
-    key: str
-    tree: SavedTree
-    param: torch.Tensor | None = None
-    shard: Any = None
-    made: Any = None
-    kinds: set[str] | None = None
-    stays: bool = False
-
-
-@dataclass
-class _Group(GroupSettings):
-    """A group of an optimizer: its settings, and the state of its parameters."""
-
-    slots: list[Slot]
-
-    @property
-    def stays(self) -> bool:
-        """True if the state of all of its parameters stays."""
-        return all(slot.stays for slot in self.slots)
-
-    def after_load(self) -> dict[str, Any]:
-        """Return the parameters and settings of the group after the load."""
-        settings = self.own if self.slots and self.stays else self.chosen()
-        return settings | {"params": [slot.fqn for slot in self.slots]}
 
 
 @dataclass
@@ -97,27 +47,10 @@ class Target:
     optimizer: Optimizer
     number: int
     slots: list[list[Slot]]
-    groups: list[dict[str, Any]]
-    places: list[int | None]
-    own_keys: dict[str, Any]
-    is_converted: bool
-
-
-@dataclass
-class _State:
-    """The state of an optimizer that has some, or made that of its first step.
-
-    Attributes:
-        by_param: as the optimizer has it.
-        by_name: as its ``state_dict()`` returns it, by FQN or other key; empty for FSDP1.
-        own_keys: the keys of its parameters in that state dict, by FQN.
-        is_made: it is that of the first step.
-    """
-
-    by_param: Mapping[Any, Any]
-    by_name: dict[str, Any]
-    own_keys: dict[str, Any]
-    is_made: bool
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    places: list[int | None] = field(default_factory=list)
+    own_keys: dict[str, Any] = field(default_factory=dict)
+    is_converted: bool = False
 
 
 class OptimizerMatcher:
@@ -154,54 +87,44 @@ class OptimizerMatcher:
             PlanError: the checkpoint has other parameters, numbers, groups or kinds of state.
         """
         names = parameter_names(self._fqns_of, optimizer, number)
-        slots = self._slots(optimizer, names)
-        of_parameters = iter(slots)
-        members = [
-            [slot for _ in group["params"] for slot in next(of_parameters)]
-            for group in optimizer.param_groups
-        ]
+        slots = self._slots(names)
+        target = Target(optimizer, number, list(itertools.chain.from_iterable(slots)))
+        members = [list(itertools.chain.from_iterable(group)) for group in slots]
         known = {slot.fqn: slot for group in members for slot in group}
         self._check_known(known.values(), number)
         if isinstance(optimizer, LBFGS):
-            self._check_order(list(known.values()))
+            self._check_order([slot.key for slot in known.values()])
         groups = self._match_groups(optimizer, members, number)
         needed = any(slot.tree.paths for slot in known.values())
         needed |= any(group.replaced() for group in groups)
-        state = self._state(optimizer, names, number, needed=needed)
-        is_converted = self._note_state(names, slots, state)
+        made = self._note_state(target, names, needed=needed)
         for group in groups:
-            self._check_kinds(optimizer, group)
+            self._check_kinds(group)
         if any(self._saved.groups):
-            warn_of_replaced([group for group in groups if not group.stays], optimizer)
-        after = [group.after_load() for group in groups]
-        slots += [[slot] for slot in self._other_slots(state.by_name, known, is_only=is_only)]
-        places = [self._saved.place(group.saved[0]) if group.saved else None for group in groups]
-        return Target(optimizer, number, slots, after, places, state.own_keys, is_converted)
+            warn_of_replaced(group for group in groups if not group.stays)
+        target.groups = [group.after_load() for group in groups]
+        target.places = [
+            self._saved.place(group.saved[0]) if group.saved else None for group in groups
+        ]
+        target.slots += [[slot] for slot in self._other_slots(made, known, is_only=is_only)]
+        return target
 
-    def _slots(
-        self, optimizer: Optimizer, names: Sequence[tuple[torch.Tensor, list[str]]]
-    ) -> list[list[Slot]]:
-        """Return the slots of each parameter of an optimizer, with its state in the checkpoint.
+    def _slots(self, names: Names) -> list[list[list[Slot]]]:
+        """Return the slots of each parameter of an optimizer's groups.
 
         Raises:
             PlanError: the keys there are numbers, and the saved groups have other sizes.
         """
-        of_parameters = iter(names)
-        groups = [
-            [fqn for _ in group["params"] for fqn in next(of_parameters)[1]]
-            for group in optimizer.param_groups
-        ]
-        is_flat = any(fqns[1:] for _, fqns in names)
+        groups = [[fqn for _, fqns in group for fqn in fqns] for group in names]
+        is_flat = any(fqns[1:] for group in names for _, fqns in group)
         keys = self._saved.keys(groups, list(self._shards) if is_flat else [])
         state = self._saved.state
-        return [
-            [
-                Slot(fqn, key, state.get(key, _NOTHING), param, self._shards.get(fqn))
-                for fqn in fqns
-                for key in (keys[fqn],)
-            ]
-            for param, fqns in names
-        ]
+
+        def slot(param: torch.Tensor, fqn: str) -> Slot:
+            key = keys[fqn]
+            return Slot(fqn, key, state.get(key, _NOTHING), param, self._shards.get(fqn))
+
+        return [[[slot(param, fqn) for fqn in fqns] for param, fqns in group] for group in names]
 
     def _check_known(self, slots: Iterable[Slot], number: int) -> None:
         """Leave the state of parameters that no saved optimizer has.
@@ -236,124 +159,97 @@ class OptimizerMatcher:
             raise PlanError(msg, tensor=missing[0])
         self._partial.report.missing += [f"{self._saved.prefix}.{fqn}" for fqn in missing]
 
-    def _check_order(self, slots: Sequence[Slot]) -> None:
-        """Leave the state of LBFGS, which is one of all its parameters, if their order is another.
+    def _check_order(self, keys: Sequence[str]) -> None:
+        """Compare the order of the parameters of LBFGS, whose state is one of all of them.
 
         Raises:
-            PlanError: it is another, and that is an error.
+            PlanError: it is another.
         """
         known = self._saved.settings
-        groups = {id(known[slot.key]) for slot in slots if slot.key in known}
-        saved = [key for key, settings in known.items() if id(settings) in groups]
-        if [slot.key for slot in slots] == saved or not self._saved.state:
-            return
-        if not self._partial.is_partial:
+        saved = [key for key, settings in known.items() if settings is known.get(keys[0])]
+        if keys != saved and self._saved.state:
             msg = (
                 "LBFGS keeps the state of all parameters in one vector, in their order, and it was "
-                f"saved for {_shown(saved)}, and not for {_shown([slot.key for slot in slots])}. "
-                "Pass the parameters in the saved order, or pass partial={'optimizer'} to keep the "
-                "state as it is"
+                f"saved for {some(saved)}, and not for {some(keys)}. Pass the parameters in the "
+                "saved order, or load without the optimizer"
             )
             raise PlanError(msg)
-        for slot in slots:
-            slot.stays = True
-            self._partial.report.missing.append(f"{self._saved.prefix}.{slot.fqn}")
 
     def _match_groups(
         self, optimizer: Optimizer, members: list[list[Slot]], number: int
-    ) -> list[_Group]:
+    ) -> list[Group]:
         """Return the groups of an optimizer.
 
         Raises:
             PlanError: nothing tells which saved settings a group gets, and that is an error.
         """
-        pairs = list(zip(optimizer.param_groups, members, strict=True))
-        empty = [group for group, slots in pairs if not slots]
-        of_empty = iter(match_empty(empty, self._saved.empty, self._keep))
-        groups: list[_Group] = []
-        for place, (group, slots) in enumerate(pairs):
-            known = self._saved.settings
+        known, empty = self._saved.settings, iter(self._saved.empty)
+        # Nothing but their order tells groups without parameters.
+        are_matched = len(self._saved.empty) == sum(not slots for slots in members)
+        groups: list[Group] = []
+        for place, (group, slots) in enumerate(zip(optimizer.param_groups, members, strict=True)):
             found = [known[slot.key] for slot in slots if slot.key in known]
-            saved = list({id(one): one for one in found}.values()) if slots else next(of_empty)
+            if not slots and are_matched:
+                found = [next(empty)]
+            saved = list({id(one): one for one in found}.values())
             shown = f"group {place} of optimizer {number}"
-            groups.append(_Group(shown, settings_of(group), saved, self._keep, slots))
-        problems = [(own, own.contradiction()) for own in groups]
-        first: dict[int, _Group] = {}
+            groups.append(Group(shown, optimizer, slots, settings_of(group), saved, self._keep))
+        first: dict[int, Group] = {}
         for own in groups:
+            what = f"the parameters of {own.shown} were saved in groups that differ"
+            problems = [own.contradiction(what, own.saved)]
             firsts = [first.setdefault(id(saved), own) for saved in own.saved]
-            others = {id(other): other for other in firsts if other is not own}
-            problems += [(own, other.differs_from(own)) for other in others.values()]
-        for own, problem in problems:
-            if problem is not None and not self._partial.is_partial:
-                raise PlanError(problem)
-            if problem is not None:
+            for other in {id(other): other for other in firsts if other is not own}.values():
+                what = f"{other.shown} and {own.shown} were saved in one group, and differ"
+                problems.append(own.contradiction(what, (other.own, own.own)))
+            for problem in filter(None, problems):
+                if not self._partial.is_partial:
+                    raise PlanError(problem)
                 own.saved = []
         return groups
 
-    def _state(
-        self,
-        optimizer: Optimizer,
-        names: list[tuple[torch.Tensor, list[str]]],
-        number: int,
-        *,
-        needed: bool,
-    ) -> _State:
-        """Return the state of an optimizer. One without state makes it, if it is needed."""
-        is_new = not optimizer.state
-        with with_state(optimizer, needed=needed) as has_state:
-            state = _State(dict(optimizer.state), {}, {}, is_made=is_new and has_state)
-            if self._fsdp1 is None:
-                osd = own_state_dict(optimizer, number)
-                by_key = names_by_key(names, osd, number)
-                state.own_keys = {fqn: key for key, fqn in by_key.items()}
-                state.by_name = {by_key.get(key, key): own for key, own in osd["state"].items()}
-            return state
+    def _note_state(self, target: Target, names: Names, *, needed: bool) -> dict[str, Any]:
+        """Note the state of each parameter of an optimizer, and its kinds.
 
-    def _note_state(
-        self,
-        names: Sequence[tuple[torch.Tensor, list[str]]],
-        slots: Sequence[list[Slot]],
-        state: _State,
-    ) -> bool:
-        """Note the state of each parameter, and its kinds.
+        An optimizer without state makes it, if it is needed.
 
         Returns:
-            Whether ``state_dict()`` has any of it in other dtypes or shapes.
+            The state as ``state_dict()`` returns it, by FQN or other key; empty for FSDP1.
         """
-        is_converted = False
-        for (param, _), several in zip(names, slots, strict=True):
-            own = state.by_param.get(param)
-            for slot in several:
-                slot.made = state.by_name.get(slot.fqn)
-                if param in state.by_param or (state.is_made and param.requires_grad):
-                    slot.kinds = _kinds(slot.made if self._fsdp1 is None else own)
-            is_converted |= _is_other(own, several[0].made)
-        return is_converted
+        optimizer, by_name, is_new = target.optimizer, dict[str, Any](), not target.optimizer.state
+        with with_state(optimizer, needed=needed) as has_state:
+            if self._fsdp1 is None:
+                osd = own_state_dict(optimizer, target.number)
+                by_key = names_by_key(names, osd, target.number)
+                target.own_keys = {fqn: key for key, fqn in by_key.items()}
+                by_name = {by_key.get(key, key): state for key, state in osd["state"].items()}
+            params = itertools.chain.from_iterable(names)
+            for (param, _), slots in zip(params, target.slots, strict=True):
+                own = optimizer.state.get(param)
+                for slot in slots:
+                    slot.made = by_name.get(slot.fqn)
+                    if own is not None or (is_new and has_state and param.requires_grad):
+                        slot.kinds = _kinds(slot.made if self._fsdp1 is None else own)
+                    target.is_converted |= _is_other(own, slot.made)
+        return by_name
 
-    def _check_kinds(self, optimizer: Optimizer, group: _Group) -> None:
+    def _check_kinds(self, group: Group) -> None:
         """Leave the state of parameters of a group that is of other kinds in the checkpoint.
 
         Raises:
             PlanError: there are some, and that is an error.
         """
         is_stateless = not any(slot.tree.paths for slot in group.slots)
-        is_new = not optimizer.state
-        # If one side has no state, the settings tell whether the optimizers are of one kind.
         has_other_kind = False
-        makes_state = is_stateless and any(slot.kinds for slot in group.slots)
-        other_kind = check_stateless(group, optimizer, makes_state=makes_state)
         for slot in group.slots:
-            saved, own, place = slot.tree.keys(), slot.kinds, f"{self._saved.prefix}.{slot.fqn}"
-            if saved and own is not None:
-                problem = check_kinds(slot.fqn, saved, own, group, optimizer, is_new=is_new)
-            else:
-                problem = other_kind if saved or is_stateless else None
+            place = f"{self._saved.prefix}.{slot.fqn}"
+            problem = group.why_not_fits(slot, is_stateless=is_stateless)
             if problem is None or not self._partial.includes(place):
                 continue
             if not self._partial.is_partial:
                 raise PlanError(problem, tensor=slot.fqn)
             slot.stays = has_other_kind = True
-            lacks = sorted((own or set()) - saved)
+            lacks = sorted((slot.kinds or set()) - slot.tree.keys())
             self._partial.report.missing += [f"{place}.{kind}" for kind in lacks]
         for slot in group.slots:  # one without state, since it is frozen, is like the others
             slot.stays |= has_other_kind and slot.kinds is None
@@ -385,11 +281,6 @@ class OptimizerMatcher:
             slot.stays = self._partial.is_partial and key not in saved.state
             slots.append(slot)
         return slots
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def _kinds(state: Any) -> set[str]:

@@ -30,6 +30,9 @@ from dcp_rs.tensors.flatten import flatten
 from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.training.names import unwrapper
 
+#: The parameters of an optimizer with their FQNs, by group. A flat parameter has several.
+Names = list[list[tuple[torch.Tensor, list[str]]]]
+
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # noqa: SLF001
 
 
@@ -272,10 +275,8 @@ def fqns_by_parameter(models: Sequence[torch.nn.Module]) -> dict[int, list[str]]
     return fqns_of
 
 
-def parameter_names(
-    fqns_of: Mapping[int, list[str]], optimizer: Optimizer, number: int
-) -> list[tuple[torch.Tensor, list[str]]]:
-    """Return the parameters of an optimizer with their FQNs.
+def parameter_names(fqns_of: Mapping[int, list[str]], optimizer: Optimizer, number: int) -> Names:
+    """Return the parameters of an optimizer with their FQNs, by group.
 
     Args:
         fqns_of: the FQNs of all parameters of the models.
@@ -285,8 +286,9 @@ def parameter_names(
     Raises:
         PlanError: a parameter is not in the models.
     """
-    names = []
+    names: Names = []
     for at, group in enumerate(optimizer.param_groups):
+        names.append([])
         for place, param in enumerate(group["params"]):
             fqns = fqns_of.get(id(param))
             if fqns is None:
@@ -296,13 +298,11 @@ def parameter_names(
                     "of one (float32 master weights), pass the optimizer and the copies in extra="
                 )
                 raise PlanError(msg)
-            names.append((param, fqns))
+            names[-1].append((param, fqns))
     return names
 
 
-def names_by_key(
-    names: list[tuple[torch.Tensor, list[str]]], osd: dict[str, Any], number: int
-) -> dict[Any, str]:
+def names_by_key(names: Names, osd: Mapping[str, Any], number: int) -> dict[Any, str]:
     """Return the FQNs of the parameters in an optimizer's own state dict, by key.
 
     Args:
@@ -313,18 +313,22 @@ def names_by_key(
     Raises:
         PlanError: it has names that are not those of the model.
     """
-    keys = list(itertools.chain.from_iterable(group["params"] for group in osd["param_groups"]))
+    pairs = [
+        (key, fqns)
+        for group, of_group in zip(osd["param_groups"], names, strict=True)
+        for key, (_, fqns) in zip(group["params"], of_group, strict=True)
+    ]
     if is_named(osd):
-        known = {fqn for _, fqns in names for fqn in fqns}
-        stranger = next((key for key in keys if key not in known), None)
+        known = {fqn for _, fqns in pairs for fqn in fqns}
+        stranger = next((key for key, _ in pairs if key not in known), None)
         if stranger is not None:
             msg = (
                 f"optimizer {number} calls a parameter {stranger!r}, "
                 "which no parameter of the model is called"
             )
             raise PlanError(msg, tensor=stranger)
-        return {key: key for key in keys}
-    return {key: fqns[0] for key, (_, fqns) in zip(keys, names, strict=True)}
+        return {key: key for key, _ in pairs}
+    return {key: fqns[0] for key, fqns in pairs}
 
 
 def is_named(osd: Mapping[str, Any]) -> bool:

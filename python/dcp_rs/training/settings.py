@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.optim import LBFGS, Optimizer
 
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import PlanError
 from dcp_rs.training.optimizers import settings_of, to_bytes
+from dcp_rs.training.saved_tree import SavedTree
 
 #: The settings of an optimizer to keep in a load: True for all of them.
 KeepSettings = bool | Collection[str]
@@ -24,60 +26,87 @@ _MOMENTA = {"momentum", "betas"}
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
 #: Settings that choose another implementation of the same algorithm.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-#: The longest setting in a message.
-_SHOWN = 60
 
 
 @dataclass
-class GroupSettings:
-    """Settings of one group of an optimizer, and those that its parameters were saved with.
+class Slot:
+    """State of one parameter, or of one key that belongs to no parameter.
+
+    Attributes:
+        fqn: the parameter, or the key.
+        key: its key in the checkpoint.
+        tree: what the checkpoint has of it.
+        param: the parameter, if it is of one.
+        shard: the parameter in the state dict of an FSDP1 model.
+        made: the state that the optimizer has or, if it has none, makes in its first step, as its
+            ``state_dict()`` returns it. Of a parameter of FSDP1 there is none: it is flat.
+        kinds: the kinds of that state; None if they are not known.
+        stays: the load leaves it as it is.
+    """
+
+    fqn: str
+    key: str
+    tree: SavedTree
+    param: torch.Tensor | None = None
+    shard: Any = None
+    made: Any = None
+    kinds: set[str] | None = None
+    stays: bool = False
+
+
+@dataclass
+class Group:
+    """A group of an optimizer, and the groups that its parameters were saved in.
 
     Attributes:
         shown: the name of the group for messages.
-        own: the settings of the optimizer's group.
-        saved: those of each saved group that has parameters of this one.
+        optimizer: its optimizer.
+        slots: the state of its parameters.
+        own: its settings.
+        saved: the settings of each saved group that has parameters of this one.
         keep: the settings that stay as they are.
     """
 
     shown: str
+    optimizer: Optimizer
+    slots: Sequence[Slot]
     own: dict[str, Any]
     saved: Sequence[dict[str, Any]]
     keep: KeepSettings
 
-    def _keeps(self, name: str) -> bool:
-        return self.keep is True or (self.keep is not False and name in self.keep)
+    @property
+    def stays(self) -> bool:
+        """True if the state of all of its parameters stays."""
+        return all(slot.stays for slot in self.slots)
 
-    def chosen(self) -> dict[str, Any]:
-        """Return the settings after the load. Those of several saved groups have to be equal."""
-        if not self.saved or self.keep is True:
-            return dict(self.own)
-        new = {key: value for key, value in self.saved[0].items() if not self._keeps(key)}
-        # A copy for each group: a learning rate that is a tensor changes in place.
-        return self.own | copy.deepcopy(new)
+    def after_load(self) -> dict[str, Any]:
+        """Return the parameters and settings of the group after the load."""
+        settings = dict(self.own)
+        if self.saved and not (self.slots and self.stays):
+            new = {key: value for key, value in self.saved[0].items() if not self._keeps(key)}
+            # A copy for each group: a learning rate that is a tensor changes in place.
+            settings |= copy.deepcopy(new)
+        return settings | {"params": [slot.fqn for slot in self.slots]}
 
-    def contradiction(self) -> str | None:
-        """Return why the saved groups cannot become this group; None if they can."""
-        names = self._unlike(self.saved)
-        if not names:
-            return None
-        return (
-            f"the parameters of {self.shown} were saved in groups that differ in "
-            f"{_list_values(names, self.saved)}. Divide the parameters into groups as they were "
-            f"saved, or pass keep_settings={names!r} to keep the settings of this optimizer"
-        )
+    def contradiction(self, what: str, several: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return why groups cannot become one, or stay one; None if they can.
 
-    def differs_from(self, other: GroupSettings) -> str | None:
-        """Return why this group and another cannot get equal settings; None if they can.
-
-        Parameters of both were saved in one group.
+        Args:
+            what: says of the groups that they differ.
+            several: their settings.
         """
-        names = self._unlike((self.own, other.own))
+        names = {
+            name
+            for name in {name for settings in several for name in settings}
+            if not self._keeps(name)
+            and len({to_bytes(one[name]) if name in one else b"" for one in several}) > 1
+        }
         if not names:
             return None
+        values = {name: [one.get(name) for one in several] for name in names}
         return (
-            f"{self.shown} and {other.shown} differ in {_list_values(names, (self.own, other.own))}"
-            f", and their parameters were saved in one group. Pass keep_settings={names!r} to keep "
-            "the settings of this optimizer"
+            f"{what} in {_list_pairs(values)}. Pass keep_settings={names!r} to keep the settings "
+            "of this optimizer"
         )
 
     def replaced(self, *, kept: bool = False) -> dict[str, tuple[Any, Any]]:
@@ -99,61 +128,53 @@ class GroupSettings:
             and to_bytes(value) != to_bytes(saved[name])
         }
 
-    def unshared(self) -> tuple[set[str], set[str]]:
-        """Return the names of settings that only this optimizer has, and only the saved one."""
-        saved = self.saved[0].keys() if self.saved else self.own.keys()
-        return self.own.keys() - saved - _OF_SCHEDULERS, saved - self.own.keys() - _OF_SCHEDULERS
+    def why_not_fits(self, slot: Slot, *, is_stateless: bool) -> str | None:
+        """Return why the saved state of a parameter does not fit the optimizer; None if it does.
 
-    def _unlike(self, several: Iterable[Mapping[str, Any]]) -> set[str]:
-        """Return the names of settings that stay not, and are not equal in all of these groups."""
-        several = list(several)
-        return {
-            name
-            for name in {name for settings in several for name in settings}
-            if not self._keeps(name)
-            and len({to_bytes(one[name]) if name in one else b"" for one in several}) > 1
+        State may be made later than in the first step, or from outside. So kinds that only the
+        checkpoint has are a reason only if settings differ.
+
+        Args:
+            slot: the parameter.
+            is_stateless: the checkpoint has no state of the group. Then only settings tell.
+        """
+        saved, own = slot.tree.keys(), slot.kinds
+        if (saved and saved == own) or not (saved or is_stateless):
+            return None
+        settings = self.saved[0].keys() if self.saved else self.own.keys()
+        only_own = self.own.keys() - settings - _OF_SCHEDULERS
+        only_saved = settings - self.own.keys() - _OF_SCHEDULERS
+        if saved and own is not None:
+            optimizer_type = type(self.optimizer)
+            is_exact = is_of_torch(self.optimizer) and optimizer_type is not LBFGS
+            lacks = not self.optimizer.state and not own <= saved
+            # Those of torch make all of it in the first step, so a setting that is kept counts too.
+            fits = not (lacks or self.replaced(kept=is_exact) or only_own or only_saved)
+        else:
+            # An optimizer around another one has no defaults.
+            only_own &= getattr(self.optimizer, "defaults", {}).keys()
+            is_changed = bool(own) and bool(self.replaced().keys() - _IMPLEMENTATION)
+            fits = not (is_changed or (only_own and only_saved))
+        if fits:
+            return None
+        differing: Mapping[str, Sequence[Any]] = self.replaced(kept=True) or {
+            name: (self.own.get(name), self.saved[0].get(name))
+            for name in (only_own | only_saved if self.saved else ())
         }
+        between = (
+            f"; {self.shown} and the saved one differ in {_list_pairs(differing)}"
+            if differing
+            else ""
+        )
+        return (
+            f"the checkpoint has {_list(saved)} of parameter {slot.fqn!r}, and this optimizer "
+            f"({type(self.optimizer).__name__}) has, or makes in its next step, {_list(own or ())}"
+            f"{between}. Make the optimizer as the saved one was made, or pass "
+            "partial={'optimizer'} to keep the state that does not fit as it is"
+        )
 
-
-def check_kinds(
-    name: str,
-    saved: Collection[str],
-    own: Collection[str],
-    group: GroupSettings,
-    optimizer: Optimizer,
-    *,
-    is_new: bool,
-) -> str | None:
-    """Return why the saved state of a parameter does not fit its optimizer; None if it does.
-
-    State may be made later than in the first step, or from outside. So kinds that only the
-    checkpoint has are a reason only if settings differ.
-
-    Args:
-        name: the parameter.
-        saved: the kinds of state in the checkpoint, such as ``exp_avg``.
-        own: the kinds that the optimizer has, or makes in its next step.
-        group: the settings of the parameter's group.
-        optimizer: the optimizer.
-        is_new: it has made no step.
-    """
-    if set(saved) == set(own):
-        return None
-    is_exact = is_of_torch(optimizer) and type(optimizer) is not LBFGS
-    lacks = is_new and not set(own) <= set(saved)
-    # Those of torch make all of it in the first step, so a setting that is kept counts as well.
-    if not (lacks or group.replaced(kept=is_exact) or any(group.unshared())):
-        return None
-    optimizer_type = type(optimizer).__name__
-    settings = ""
-    if differing := group.replaced(kept=True):
-        settings = f"; {group.shown} and the saved one differ in {_list_pairs(differing)}"
-    return (
-        f"the checkpoint has {_list(saved)} of parameter {name!r}, and this optimizer "
-        f"({optimizer_type}) has, or makes in its next step, {_list(own)}{settings}. Make the "
-        "optimizer as the saved one was made, or pass partial={'optimizer'} to keep the state that "
-        "does not fit as it is"
-    )
+    def _keeps(self, name: str) -> bool:
+        return self.keep is True or (self.keep is not False and name in self.keep)
 
 
 def is_of_torch(optimizer: Optimizer) -> bool:
@@ -161,79 +182,18 @@ def is_of_torch(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.")
 
 
-def check_stateless(
-    group: GroupSettings, optimizer: Optimizer, *, makes_state: bool = False
-) -> str | None:
-    """Return why a group is of another kind of optimizer than the saved one; None if it is not.
-
-    Only settings tell, since one of the two has no state.
-
-    Args:
-        group: the group.
-        optimizer: its optimizer.
-        makes_state: it has state, or makes some in its next step, and the saved one has none.
-    """
-    advice = "Make the optimizer as the saved one was made, or pass partial={'optimizer'}"
-    optimizer_type = type(optimizer).__name__
-    own, saved = group.unshared()
-    own &= getattr(optimizer, "defaults", {}).keys()  # an optimizer around another one lacks it
-    if own and saved:
-        return (
-            f"{group.shown} has the settings {_list(own)} ({optimizer_type}), and the saved one "
-            f"{_list(saved)} in their place: it was an optimizer of another kind. {advice}"
-        )
-    changed = {name: pair for name, pair in group.replaced().items() if name not in _IMPLEMENTATION}
-    if not makes_state or not changed:
-        return None
-    return (
-        f"{group.shown} ({optimizer_type}) has state, or makes some in its next step, and the "
-        f"checkpoint has none of it; they differ in {_list_pairs(changed)}. {advice}; "
-        f"keep_settings={set(changed)!r} keeps these settings"
-    )
-
-
-def warn_of_replaced(groups: Sequence[GroupSettings], optimizer: Optimizer) -> None:
+def warn_of_replaced(groups: Iterable[Group]) -> None:
     """Warn of settings of an optimizer that the load replaces."""
     changes: dict[str, list[str]] = {}
     for group in groups:
         for name, (own, saved) in group.replaced().items():
-            changes.setdefault(f"{name} {_text(own)} -> {_text(saved)}", []).append(group.shown)
+            changes.setdefault(f"{name} {own!r} -> {saved!r}", []).append(group.shown)
     if changes:
         named = "; ".join(f"{change} ({', '.join(of)})" for change, of in changes.items())
         warn_caller(
             f"the saved settings replace those of the optimizer: {named}. To keep some of yours, "
             "pass their names as keep_settings=, or True for all"
         )
-    for group in groups:
-        if (message := check_stateless(group, optimizer)) is not None:
-            warn_caller(message.partition(". Make")[0])
-            return
-
-
-def match_empty(
-    groups: Sequence[Mapping[str, Any]], saved: Sequence[dict[str, Any]], keep: KeepSettings
-) -> list[list[dict[str, Any]]]:
-    """Return the saved settings of each group without parameters. Nothing but order tells them.
-
-    Args:
-        groups: the groups of the optimizer without parameters.
-        saved: the settings of the saved groups without parameters.
-        keep: the settings that stay.
-
-    Raises:
-        PlanError: there is another number of saved groups, and their settings differ.
-    """
-    if not saved:
-        return [[] for _ in groups]
-    if len(saved) == len(groups):
-        return [[settings] for settings in saved]
-    if groups and keep is not True and len(set(map(to_bytes, saved))) > 1:
-        msg = (
-            f"the optimizer has {len(groups)} groups without parameters, and {len(saved)} with "
-            "different settings were saved: nothing tells which is which. Pass keep_settings=True"
-        )
-        raise PlanError(msg)
-    return [[saved[0]] for _ in groups]
 
 
 def check_kept(groups: Sequence[Mapping[str, Any]], keep: KeepSettings) -> None:
@@ -258,18 +218,6 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join(sorted(map(str, names))) or "none"
 
 
-def _list_values(names: Iterable[str], several: Sequence[Mapping[str, Any]]) -> str:
-    """Return names with the values that each of several groups has."""
-    return _list_pairs({name: [one.get(name) for one in several] for name in names})
-
-
 def _list_pairs(values: Mapping[str, Sequence[Any]]) -> str:
     """Return names with their values."""
-    return ", ".join(
-        f"{name} ({' and '.join(map(_text, values[name]))})" for name in sorted(values)
-    )
-
-
-def _text(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return ", ".join(f"{name} ({' and '.join(map(repr, values[name]))})" for name in sorted(values))
