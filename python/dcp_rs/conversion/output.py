@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -50,7 +50,6 @@ def check_output(
     *,
     overwrite: bool,
     as_file: bool = False,
-    is_part: Callable[[Path], bool] = _may_be_of_a_checkpoint,
 ) -> _core.Fingerprint | None:
     """Check that ``out`` can be written. Return what is there, for :func:`new_output`.
 
@@ -59,8 +58,6 @@ def check_output(
         out: the file or folder to write.
         overwrite: replace a checkpoint.
         as_file: the result is a file. Without ``overwrite``, it does not replace an empty folder.
-        is_part: returns whether a file or folder may be in a folder that is replaced. Default: a
-            file that may be of a checkpoint.
 
     Raises:
         ValueError: writing ``out`` would change the source.
@@ -81,7 +78,7 @@ def check_output(
         msg = f"{out} is neither a folder nor a file, and is not replaced"
         raise CheckpointExistsError(msg, path=out)
     if is_folder:
-        _check_folder(out, is_part)
+        _check_folder(out)
     return before
 
 
@@ -145,14 +142,14 @@ def _identity(path: Path) -> Hashable:
     return found.st_dev, found.st_ino, name
 
 
-def _check_folder(folder: Path, is_part: Callable[[Path], bool]) -> None:
+def _check_folder(folder: Path) -> None:
     """Raise unless the folder holds one checkpoint, and nothing else.
 
     A damaged checkpoint need not open, if the names tell that each file is one of its files.
     """
     entries = sorted(folder.iterdir())
     names = [entry.name for entry in entries]
-    others = [entry.name for entry in entries if not is_part(entry)]
+    others = [entry.name for entry in entries if not _may_be_of_a_checkpoint(entry)]
     found = _open(folder) if INDEX_NAME in names and STOCK_NAME in names else None
     is_ours = any(map(is_data_file, names)) or (found is not None and found.source == "dcp-rs")
     if STOCK_NAME in names and is_ours:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
-from dcp_rs._url import StrPath, absolute, location
+from dcp_rs._url import StrPath, absolute
 from dcp_rs.checkpoint.compare import entry_differences
 from dcp_rs.checkpoint.folders import checkpoint_path, local_path
 from dcp_rs.checkpoint.fused_experts import read_config
@@ -23,7 +23,7 @@ from dcp_rs.checkpoint.names import explain_missing, renamer, selector
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.conversion import ConvertReport, convert
-from dcp_rs.conversion.output import check_output, new_output
+from dcp_rs.conversion.output import new_output
 from dcp_rs.errors import CheckpointExistsError, PlanError
 from dcp_rs.integrations._experts import single_experts
 from dcp_rs.integrations._needs import framework
@@ -304,7 +304,6 @@ def save_pretrained(
     exclude: Globs = None,
     dtype: torch.dtype | str | None = None,
     shards: int | None = None,
-    overwrite: bool = False,
 ) -> ConvertReport:
     """Write a checkpoint of any kind as a folder that transformers, diffusers or peft load.
 
@@ -314,7 +313,7 @@ def save_pretrained(
 
     Args:
         path: the checkpoint.
-        out: the new folder.
+        out: the new folder. It may exist if it is empty.
         config: a folder with the model's configuration, tokenizer and code, which are copied. Its
             files decide the names: ``adapter_config.json`` belongs to peft, and a ``_class_name``
             in ``config.json`` to diffusers. Default: ``path``, if it is a folder.
@@ -323,14 +322,11 @@ def save_pretrained(
             transformers 5 are exported one by one, under the names of the hub. Globs and
             ``rename`` apply to those.
         shards: the number of files. Default: as many as keep each below 5 GB. Peft reads one.
-        overwrite: replace the folder of a model at ``out``.
 
     Raises:
-        CheckpointExistsError: ``out`` exists, and ``overwrite`` is not set; or it holds more than
-            the files of a model; or it was created meanwhile.
+        CheckpointExistsError: ``out`` exists, or was created meanwhile.
         FileNotFoundError: there is no configuration.
-        ValueError: several files for peft; or ``out`` is, or contains, a file or a folder that is
-            read, also through links or an index.
+        ValueError: several files for peft.
         Exception: as :func:`dcp_rs.convert`.
     """
     source = local_path(config) if config is not None else local_path(path)
@@ -348,15 +344,12 @@ def save_pretrained(
             msg = f"shards={shards!r}: peft reads an adapter from one file"
             raise ValueError(msg)
         shards = 1
-    target = absolute(local_path(out))  # a link at the end is replaced
-    index = open_index(path)
-    if os.path.lexists(target) and not target.is_dir():
-        msg = f"{target} is not a folder, and is not replaced"
+    target = absolute(local_path(out))
+    before = _core.fingerprint(target)
+    if before is not None and not (target.is_dir() and not any(target.iterdir())):
+        msg = f"{target} exists: remove it first, or choose another folder"
         raise CheckpointExistsError(msg, path=target)
-    paths = [location(path), index.path, *index.file_paths(), source, *beside.values()]
-    before = check_output(paths, target, overwrite=overwrite, is_part=_is_of_a_model)
-    if overwrite:
-        _check_holds_model(target)
+    index = open_index(path)
     include, exclude = repeatable(include), repeatable(exclude)
     chosen, new_name = selector(include, exclude), renamer(rename)
     names = {name: new_name(name) for name in index.names() if chosen(name)}
@@ -432,21 +425,3 @@ def _stem(config: Path) -> str:
     if config.name == "adapter_config.json":
         return "adapter_model"
     return "diffusion_pytorch_model" if "_class_name" in read_config(config) else "model"
-
-
-def _check_holds_model(folder: Path) -> None:
-    """Raise if a folder to replace holds files, and none of them is of a model only."""
-    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    ends = (*_WEIGHTS, "config.json", "adapter_config.json")
-    if names and not any(name.endswith(ends) for name in names):
-        msg = f"{folder} holds no model, and is not replaced"
-        raise CheckpointExistsError(msg, path=folder)
-
-
-def _is_of_a_model(entry: Path) -> bool:
-    """Return whether a file or a folder belongs to the folder of a model."""
-    if entry.is_dir():
-        return entry.name == _TEMPLATES and all(
-            file.suffix == ".jinja" and file.is_file() for file in entry.iterdir()
-        )
-    return _is_beside(entry.name) or entry.name.endswith(_WEIGHTS)
