@@ -133,7 +133,7 @@ MISTAKES: list[Mistake] = [
     ("a backend for a process group", lambda w: dcp_rs.save({}, w / "new", process_group="gloo"), TypeError, "process_group= takes a group, as torch.distributed.new_group() returns, not str"),
     ("no copy", lambda w: dcp_rs.async_save({}, w / "new", max_copies=0, no_dist=True), ValueError, "max_copies=0: must be a positive integer"),
     ("a state dict and a step, swapped", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).save({}, 1), TypeError, "the step comes first, then the state dict"),
-    ("a file before the tensors", lambda w: dcp_rs.save_file(w / "x.safetensors", {}), TypeError, "the tensors come first, then the file"),
+    ("a file before the tensors", lambda w: dcp_rs.save_file(w / "x.safetensors", {}), TypeError, "tensors is a PosixPath: pass a dict of tensors by name"),
     ("a module to a .safetensors file", lambda w: dcp_rs.save_file(torch.nn.Linear(2, 2), w / "new"), TypeError, "tensors is a Linear: pass a dict of tensors by name, such as model.state_dict()"),
     ("text for metadata", lambda w: dcp_rs.save_file({}, w / "new", metadata="pt"), TypeError, "metadata='pt': pass a dict of text by name, such as {'format': 'pt'}"),
     ("a model before the path", lambda w: dcp_rs.optim.save_training_state(torch.nn.Linear(2, 2), "new"), TypeError, "the path comes first, then the model"),
@@ -324,7 +324,7 @@ MISTAKES: list[Mistake] = [
     ("text for a removal", lambda w: dcp_rs.clean(w / "bare", yes="no"), TypeError, "yes='no': must be one of True, False"),
     ("a number for tiers", lambda w: load({}, w / "bare", tiers=3), TypeError, "tiers=3: pass a list of folders"),
     ("a path to reuse", lambda w: save({}, w / "made", reuse=w / "bare", parent=w / "bare"), TypeError, "pass globs over names, such as those of a module's parameters"),
-    ("a number in metadata", lambda w: dcp_rs.save_file({}, w / "new", metadata={"step": 1}), TypeError, "metadata['step']=1: names and values have to be text"),
+    ("a number in metadata", lambda w: dcp_rs.save_file({}, w / "new", metadata={"step": 1}), TypeError, "metadata={'step': 1}: pass a dict of text by name"),
     ("a name for a configuration", lambda w: dcp_rs.views_for("llama"), FileNotFoundError, "config='llama': no such folder; pass model.config, or its dict"),
     ("a dtype to decode to", lambda w: dcp_rs.open(w / "bare", dequantize="fp8"), ValueError, "dequantize='fp8': pass True, or one of torch.bfloat16"),
     ("a command as a function", lambda w: dcp_rs.ls(w / "bare"), AttributeError, "it is a command in the terminal: see dcp-rs --help"),  # type: ignore[attr-defined]

@@ -77,33 +77,14 @@ def install() -> None:
     """
     global _count  # noqa: PLW0603
     with _lock:
-        if _count > 0:
-            _count += 1
-            return
-        names: list[str] = []
-        try:
-            for name, ours in _OURS.items():
-                stock = getattr(filesystem, name)
-                stand_in = _StandIn(
-                    name,
-                    (),
-                    {
-                        "stock": stock,
-                        "ours": ours,
-                        "__doc__": ours.__doc__,
-                        "__module__": stock.__module__,
-                    },
-                )
-                for module in _torch.modules_that_name(stock):
-                    _replace(module, name, stand_in)
-                    names.append(f"{module.__name__}.{name}")
-            for executor in _torch.async_executors():
-                _replace(executor, "execute_save", _with_writer(executor.execute_save))
-        except BaseException:
-            _put_back()
-            raise
-        _count = 1
-    _log.info("torch's file system storage is that of dcp-rs now: %s", ", ".join(names))
+        new = list(_stand_ins()) if _count == 0 else []
+        _count += 1
+        for where, name, stand_in in new:
+            _replaced.append((where, name, getattr(where, name)))
+            setattr(where, name, stand_in)
+    if new:
+        names = ", ".join(f"{where.__name__}.{name}" for where, name, _ in new)
+        _log.info("torch's file system storage is that of dcp-rs now: %s", names)
 
 
 def uninstall() -> None:
@@ -123,10 +104,10 @@ def uninstall() -> None:
         if _count == 0:
             raise RuntimeError("dcp_rs is not installed: there is nothing to undo")
         _count -= 1
-        if _count > 0:
-            return
-        _put_back()
-    _log.info("torch's file system storage is its own again")
+        if _count == 0:
+            while _replaced:
+                setattr(*_replaced.pop())
+            _log.info("torch's file system storage is its own again")
 
 
 @contextmanager
@@ -151,15 +132,21 @@ def installed() -> Iterator[None]:
         uninstall()
 
 
-def _replace(where: Any, name: str, new: Any) -> None:
-    _replaced.append((where, name, getattr(where, name)))
-    setattr(where, name, new)
-
-
-def _put_back() -> None:
-    while _replaced:
-        where, name, old = _replaced.pop()
-        setattr(where, name, old)
+def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    """Yield what to replace: the module or class, the name, and the new value."""
+    for name, ours in _OURS.items():
+        stock = getattr(filesystem, name)
+        attributes = {
+            "stock": stock,
+            "ours": ours,
+            "__doc__": ours.__doc__,
+            "__module__": stock.__module__,
+        }
+        stand_in = _StandIn(name, (), attributes)
+        for module in _torch.modules_that_name(stock):
+            yield module, name, stand_in
+    for executor in _torch.async_executors():
+        yield executor, "execute_save", _with_writer(executor.execute_save)
 
 
 def _with_writer(execute_save: Any) -> Any:

@@ -122,11 +122,10 @@ def save_file(
     """
     check_arguments(save_file, write_options)
     options = WriteOptions(**write_options)
-    _check_mapping(tensors)
+    _check_types(tensors, metadata)
     target = absolute(local_path(filename))  # a link at the end is replaced
     if target.is_dir() and not target.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(filename))
-    _check_text(metadata)
     # Large elements first, so that every tensor is aligned.
     checked = sorted(_checked(tensors), key=lambda named: -named[1].itemsize)
     _check_no_shared_memory(checked)
@@ -150,24 +149,19 @@ def save_file(
             save.finish()
 
 
-def _check_mapping(tensors: Any) -> None:
-    if isinstance(tensors, str | os.PathLike):
-        raise TypeError("the tensors come first, then the file")
+def _check_types(tensors: Any, metadata: Any) -> None:
     if not isinstance(tensors, Mapping):
-        msg = f"tensors is a {type(tensors).__name__}: pass a dict of tensors by name"
-        if isinstance(tensors, torch.nn.Module):
-            msg += ", such as model.state_dict()"
+        msg = (
+            f"tensors is a {type(tensors).__name__}: pass a dict of tensors by name, such as "
+            "model.state_dict()"
+        )
         raise TypeError(msg)
-
-
-def _check_text(metadata: Any) -> None:
-    if not isinstance(metadata, Mapping | None):
+    if metadata is not None and not (
+        isinstance(metadata, Mapping)
+        and all(isinstance(text, str) for pair in metadata.items() for text in pair)
+    ):
         msg = f"metadata={metadata!r}: pass a dict of text by name, such as {{'format': 'pt'}}"
         raise TypeError(msg)
-    for key, value in (metadata or {}).items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            msg = f"metadata[{key!r}]={value!r}: names and values have to be text"
-            raise TypeError(msg)
 
 
 def _checked(tensors: Mapping[Any, Any]) -> list[tuple[str, torch.Tensor]]:
