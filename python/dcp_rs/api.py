@@ -28,12 +28,12 @@ from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine import load as engine
 from dcp_rs.engine.background import MAX_COPIES, SaveFuture, saves
 from dcp_rs.engine.load import LoadRequest
-from dcp_rs.engine.local_plan import Selected, select
 from dcp_rs.engine.matching import LoadOptions
 from dcp_rs.engine.ranks import RankGroup, has_group
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
+from dcp_rs.engine.writes import Selected, select
 from dcp_rs.options import LoadArguments, SaveArguments, split_options, take_options
 from dcp_rs.tensors.flatten import is_stateful
 from dcp_rs.tensors.memory import clone
@@ -238,12 +238,18 @@ def save(
 
     def make_request() -> SaveRequest:
         _check_state_dict(state_dict, path)
-        saves.check_path(path)
-        checked = SaveOptions.of(take_options(save, options))
         where = location(path)
+        saves.check_path(where)
+        checked = SaveOptions.of(take_options(save, options))
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
-        entries = select(state_dict, checked.include, checked.exclude, state_of=_state_of)
+        entries = select(
+            state_dict,
+            checked.include,
+            checked.exclude,
+            strict=checked.strict_values,
+            state_of=_state_of,
+        )
         return SaveRequest(entries=entries, path=where, options=checked)
 
     return engine_save(ranks, make_request)
@@ -339,15 +345,24 @@ def async_save(
     checked: SaveOptions
     entries: Selected
 
-    def stage() -> Staging:
-        nonlocal where, checked, entries
+    def locate() -> Path:
+        nonlocal where
         _check_state_dict(state_dict, path)
-        checked = SaveOptions.of(take_options(async_save, options))
         where = absolute(location(path))  # until the save begins, the current folder may change
+        return where
+
+    def stage() -> Staging:
+        nonlocal checked, entries
+        checked = SaveOptions.of(take_options(async_save, options))
         if ranks.is_coordinator:
             warn_of_foreign_model(where)
-        state_of = _state_of_copied_buffers if async_staging else _state_of
-        selected = select(state_dict, checked.include, checked.exclude, state_of=state_of)
+        selected = select(
+            state_dict,
+            checked.include,
+            checked.exclude,
+            strict=checked.strict_values,
+            state_of=_state_of_copied_buffers if async_staging else _state_of,
+        )
         entries = replace(selected, values={})  # the save keeps no tensor of the caller
         return Staging(selected.values, shared_blocks, watched=async_staging)
 
@@ -361,10 +376,8 @@ def async_save(
 
         return engine_save(ranks, make_request)
 
-    if isinstance(path, Mapping):
-        _check_state_dict(state_dict, path)
     return saves.submit(
-        path,
+        locate,
         stage,
         save_copy,
         max_copies=max_copies,

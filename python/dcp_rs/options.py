@@ -109,13 +109,6 @@ def check_choice(name: str, value: object, *choices: object) -> None:
         raise ValueError(msg)
 
 
-def check_switch(name: str, value: object) -> None:
-    """Raise a ``TypeError`` unless the value is true or false. A text such as "no" is neither."""
-    if value not in (True, False):
-        msg = f"{name}={value!r}: must be one of True, False"
-        raise TypeError(msg)
-
-
 def check_function(name: str, value: object, what: str) -> None:
     """Raise a ``TypeError`` unless the value can be called, or is None.
 

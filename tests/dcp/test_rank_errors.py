@@ -212,6 +212,27 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         assert error.__notes__[-1].startswith("raised on ranks 0, 1; this is rank ")
 
 
+def save_with_a_wrong_path_on_one_rank(path, wrong):
+    """The rank with the wrong path raised before the others knew, which waited for it."""
+    state = {"w": torch.ones(2)}
+    arguments = (state, path) if dist.get_rank() == 0 else wrong(state, path)
+    with pytest.raises(TypeError, match="path"):
+        dcp_rs.async_save(*arguments).result(20)
+
+
+def as_bytes(state, path):
+    return state, bytes(path)
+
+
+def swapped(state, path):
+    return path, state
+
+
+@pytest.mark.parametrize("wrong", [as_bytes, swapped])
+def test_a_wrong_path_of_a_background_save(ckpt, wrong):
+    run_ranks(2, save_with_a_wrong_path_on_one_rank, ckpt, wrong, timeout=40)
+
+
 def test_every_error_pickles():
     for kind in (
         CheckpointExistsError,

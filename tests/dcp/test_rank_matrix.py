@@ -14,8 +14,8 @@ import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsWriter
 from dcp_rs.engine.broadcast_read import _Exchange
 from dcp_rs.engine.load import _prepare, plan_reads
-from dcp_rs.engine.local_plan import plan_locally
 from dcp_rs.engine.save import write_files
+from dcp_rs.engine.writes import plan_locally
 from dcp_rs.errors import (
     CheckpointNotFoundError,
     CorruptDataError,

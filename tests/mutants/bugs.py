@@ -66,10 +66,10 @@ MUTANTS = [
     ),
     Mutant(
         "rounded-twice",
-        "python/dcp_rs/transfer/save.py",
-        "transfer.single.append((place, source))",
-        "source = source.half() if source.dtype == torch.float32 else source\n"
-        "            transfer.single.append((place, source))",
+        "python/dcp_rs/engine/writes.py",
+        "yield place, narrow(tensor, offsets, place.shape).resolve_conj().resolve_neg()",
+        "source = narrow(tensor, offsets, place.shape).resolve_conj().resolve_neg()\n"
+        "        yield place, source.half() if source.dtype == torch.float32 else source",
         ("tests/dcp/test_save_casts.py",),
         "A cast from float32 goes through float16, and loses bits that the wanted dtype has.",
     ),

@@ -5,9 +5,9 @@ import torch
 import dcp_rs
 from dcp_rs import _core
 from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.engine.writes import Entry
 from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.transfer import load
-from dcp_rs.transfer.save import Entry
 from dcp_rs.transfer.target import Target, stored_dtype
 from support.files import flip
 from support.forged import commit_ranks

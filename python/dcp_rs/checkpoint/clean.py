@@ -22,7 +22,7 @@ from dcp_rs._url import (
 )
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
-from dcp_rs.options import check_switch
+from dcp_rs.options import check_choice
 
 LeftoverKind = Literal["data", "temporary index", "rank index", "conversion"]
 Verdict = Literal["left", "in use", "young", "whole"]
@@ -159,7 +159,7 @@ def clean(
         dcp_rs.clean("ckpt", yes=True)
         ```
     """
-    check_switch("yes", yes)
+    check_choice("yes", yes, True, False)
     if not yes:
         all_found = leftovers(path, older_than=older_than, storage_options=storage_options)
         return CleanReport(

@@ -34,15 +34,16 @@ def checkpoint_path(index: _core.Index) -> str:
 
 def remember(path: Path) -> None:
     """Remember that this process has opened or saved the checkpoint at a path or URL."""
-    _known.add(_real(path))
+    _known.add(real_path(path))
 
 
 def is_known(path: Path) -> bool:
     """Return whether this process has opened or saved a checkpoint at a path or URL."""
-    return _real(path) in _known
+    return real_path(path) in _known
 
 
-def _real(path: Path) -> str:
+def real_path(path: Path) -> str:
+    """Return a path without links, or a URL, to compare with others."""
     return str(path).rstrip("/") if isinstance(path, Url) else os.path.realpath(path)
 
 

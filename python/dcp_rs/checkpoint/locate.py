@@ -43,7 +43,7 @@ from dcp_rs.errors import (
     StorageError,
     UnsupportedError,
 )
-from dcp_rs.options import ReadOptions, check_choice, check_switch, given, split_options
+from dcp_rs.options import ReadOptions, check_choice, given, split_options
 
 #: The name of a model on the Hugging Face hub: owner and model.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -100,7 +100,7 @@ class LoadSource:
         of_read, rest = split_options(options, ReadOptions)
         weights_only = rest.pop("weights_only", None)
         if weights_only is not None:
-            check_switch("weights_only", weights_only)
+            check_choice("weights_only", weights_only, True, False)
         return cls(
             path=location(path),
             read=ReadOptions(**of_read),

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_rs import _core, _torch
+from dcp_rs import _core
 from dcp_rs._arguments import suggest_option
 from dcp_rs._reports import short_repr
 from dcp_rs._url import StrPath, location
@@ -30,7 +30,7 @@ from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import EntryNotFoundError, PlanError
 from dcp_rs.options import PlannerArguments, ReadOptions, given, take_options
-from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, set_at
+from dcp_rs.tensors.flatten import Flat, flatten, set_at
 from dcp_rs.tensors.memory import parse_device
 from dcp_rs.tensors.shards import Piece, ShardCache, local_pieces
 from dcp_rs.transfer.load import fill_tensor
@@ -129,10 +129,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
-        flat = flatten(state_dict)
-        if self.flatten_sharded_tensors and holds_sharded(flat):
-            flat = flatten(_torch.flatten_sharded_tensors(state_dict))
-        self._set_flat(flat)
+        self._set_flat(flatten(state_dict))
 
     def create_local_plan(self) -> LoadPlan:
         """Plan the reads, and check all that can be checked before the first of them."""

@@ -34,7 +34,6 @@ from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.folders import rank_index_name, warn_of_foreign_model
 from dcp_rs.engine.destination import Destination
-from dcp_rs.engine.local_plan import Writes, check_complete
 from dcp_rs.engine.metadata import tensor_flags
 from dcp_rs.engine.ranks import has_group, job_size
 from dcp_rs.engine.reports import Phases, SaveReport
@@ -45,12 +44,12 @@ from dcp_rs.engine.save import (
     commit_files,
     write_files,
 )
+from dcp_rs.engine.writes import Entry, Writes, as_object, check_complete, refuse_meta
 from dcp_rs.errors import PlanError, SaveInProgressError, UnsupportedError
 from dcp_rs.options import WriteOptions, WriterArguments, given, take_options
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.memory import clone, memory_of, why_not_raw
-from dcp_rs.transfer.save import Entry, as_object, refuse_meta
 from dcp_rs.transfer.stage import stage
 
 

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_rs._arguments import no_attribute
 from dcp_rs._log import log as _log
-from dcp_rs._url import StrPath, location
+from dcp_rs.checkpoint.folders import real_path
 from dcp_rs.engine.reports import SavedMetadata, SaveReport
 from dcp_rs.errors import SaveInProgressError
 from dcp_rs.options import check_positive
@@ -64,8 +65,8 @@ class _Job:
     """A save in the background.
 
     Attributes:
-        path: where it goes, as a key.
         save: saves the copy that its argument returns or raises for.
+        path: where it goes, without links.
         future: the future of the save.
         staging: the copy, once it has begun.
         copying: the thread that makes the copy; None if the caller does.
@@ -75,8 +76,8 @@ class _Job:
         result: what the future gets.
     """
 
-    path: str
     save: Callable[[Callable[[], Staging]], SavedMetadata]
+    path: str = ""
     future: SaveFuture = field(default_factory=SaveFuture)
     staging: Staging | None = None
     copying: threading.Thread | None = None
@@ -128,7 +129,7 @@ class _Job:
                 # Not the error itself: a log that keeps it would keep the copy, which its frames
                 # hold.
                 text = str(self.result)
-                _log.error("the save in the background to %s failed: %s", self.path, text)
+                _log.error("the save in the background to %s failed: %s", self.path or "?", text)
         else:
             self.future.report = self.result.report
             self.future.set_result(self.result)
@@ -153,7 +154,7 @@ class SaveQueue:
 
     def submit(
         self,
-        path: StrPath,
+        locate: Callable[[], Path],
         stage: Callable[[], Staging],
         save: Callable[[Callable[[], Staging]], SavedMetadata],
         *,
@@ -167,7 +168,7 @@ class SaveQueue:
         left of it.
 
         Args:
-            path: where the save goes.
+            locate: returns where the save goes.
             stage: begins the copy.
             save: saves the copy that its argument returns or raises for.
             max_copies: the number of copies that there may be, this one included.
@@ -176,14 +177,14 @@ class SaveQueue:
                 Its argument raises the same error then, for the other ranks.
 
         Raises:
-            SaveInProgressError: another save to ``path`` is not over.
+            SaveInProgressError: another save to the path is not over.
             ValueError: ``max_copies`` is no positive number.
-            BaseException: whatever ``stage`` and the copy raise.
+            BaseException: whatever ``locate``, ``stage`` and the copy raise.
         """
-        job = _Job(_key(path), save)
+        job = _Job(save)
         try:
             check_positive("max_copies", max_copies)
-            self._enter(job, path, max_copies)
+            self._enter(job, locate(), max_copies)
             job.staging = stage()
             if async_staging:
                 job.copying = threading.Thread(target=job.copy, name="dcp_rs.staging")
@@ -206,22 +207,23 @@ class SaveQueue:
             raise
         return job.future
 
-    def check_path(self, path: StrPath) -> None:
+    def check_path(self, path: Path) -> None:
         """Raise a ``SaveInProgressError`` if a save to ``path`` is not over."""
         if self._process != os.getpid():
             self._begin_anew()
         if not self._jobs:
             return
-        key = _key(path)
-        if any(job.path == key for job in self._jobs):
+        own = real_path(path)
+        if any(job.path == own for job in self._jobs):
             msg = (
                 f"a save to {path} is still under way in this process: "
                 "wait for its future before saving there again"
             )
             raise SaveInProgressError(msg, path=path)
 
-    def _enter(self, job: _Job, path: StrPath, max_copies: int) -> None:
+    def _enter(self, job: _Job, path: Path, max_copies: int) -> None:
         """Wait until there may be the copy of one more job."""
+        job.path = real_path(path)
         self.check_path(path)
         with self._changed:
             # A callback of a save cannot wait for saves after it.
@@ -265,11 +267,6 @@ class SaveQueue:
             job.run()
             self._remove(job)
             job.tell()
-
-
-def _key(path: StrPath) -> str:
-    text = os.fspath(location(path))
-    return text if "://" in text else os.path.realpath(text)
 
 
 #: The saves of this process.

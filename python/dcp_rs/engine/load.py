@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from dcp_rs import _core, _torch
+from dcp_rs import _core
 from dcp_rs._progress import Counts, watching
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StrPath
@@ -36,7 +36,7 @@ from dcp_rs.engine.reports import LoadReport, Mismatch, Phases
 from dcp_rs.errors import CheckpointReplacedError, PlanError
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
-from dcp_rs.tensors.flatten import Flat, flatten, holds_sharded, is_stateful, set_at
+from dcp_rs.tensors.flatten import Flat, flatten, is_stateful, set_at
 from dcp_rs.tensors.materialize import NewTensors
 from dcp_rs.tensors.memory import find_tied, is_opaque, on_meta
 from dcp_rs.tensors.regions import narrow
@@ -296,8 +296,6 @@ def plan_reads(
     new = NewTensors(options.dtype, options.device, assign=options.assign)
     if flat is None:
         flat = flatten(state_dict)
-        if holds_sharded(flat):
-            flat = flatten(_torch.flatten_sharded_tensors(state_dict))
     if flat.containers:
         matching.add_hollow(state_dict, flat, index, names)
     match = Matching(state_dict, flat, index, names, options, new)

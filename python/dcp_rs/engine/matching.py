@@ -15,7 +15,7 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import LoadNames, some
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
-from dcp_rs.options import Globs, ReadOptions, Rename, check_choice, check_switch
+from dcp_rs.options import Globs, ReadOptions, Rename, check_choice
 from dcp_rs.tensors.dtypes import BY_NAME, parse_dtype
 from dcp_rs.tensors.flatten import Flat, get_at
 from dcp_rs.tensors.materialize import NewTensors
@@ -54,8 +54,8 @@ class LoadOptions:
         return cls(**{**options, "dtype": parse_dtype(options.get("dtype"))})
 
     def __post_init__(self) -> None:
-        check_switch("allow_partial_load", self.allow_partial_load)
-        check_switch("assign", self.assign)
+        check_choice("allow_partial_load", self.allow_partial_load, True, False)
+        check_choice("assign", self.assign, True, False)
         if self.device is not None:
             parse_device(self.device)  # raise for an invalid one now
         check_choice("dtype_policy", self.dtype_policy, "warn", "error", "cast")

@@ -10,12 +10,11 @@ from dcp_rs._url import StrPath, absolute, location, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import globs
 from dcp_rs.engine.destination import Destination
-from dcp_rs.engine.local_plan import Writes
+from dcp_rs.engine.writes import Writes, write_entries
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import Globs, WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.regions import BLOCK_BYTES
-from dcp_rs.transfer.save import write_entries
 
 
 class Frozen:

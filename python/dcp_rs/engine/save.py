@@ -22,15 +22,14 @@ from dcp_rs._url import StorageOptions
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.metadata import with_versions
 from dcp_rs.engine.destination import Destination
-from dcp_rs.engine.local_plan import Selected, Writes, plan_locally
 from dcp_rs.engine.metadata import make_metadata
 from dcp_rs.engine.ranks import RankGroup, job_size
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
 from dcp_rs.engine.reuse import Parent
+from dcp_rs.engine.writes import Selected, Writes, plan_locally, turns, write_entries
 from dcp_rs.errors import PlanError
-from dcp_rs.options import Globs, WriteOptions, check_function, check_switch, split_options, uuid_of
+from dcp_rs.options import Globs, WriteOptions, check_choice, split_options, uuid_of
 from dcp_rs.tensors.dtypes import NAMES, parse_dtype
-from dcp_rs.transfer.save import turns, write_entries
 
 
 def save(  # one function to read from top to bottom
@@ -90,10 +89,9 @@ def save(  # one function to read from top to bottom
 
     def write() -> bytes:
         nonlocal written
-        entries, options = request.entries, request.options
+        options = request.options
         clock.end("plan")
         writes.choose(keep, strict=options.strict_values)
-        entries.check_keys(strict=options.strict_values)
         written = write_files(writes, to, ticket, options, clock, fallbacks=request.fallbacks)
         # To a sixth of its size, for the coordinator.
         return written.index if ranks.is_alone else zlib.compress(written.index, 1)
@@ -133,8 +131,6 @@ class SaveOptions:
         write: how bytes are written.
         parent: the checkpoint that unchanged tensors are taken from.
 
-    Raises:
-        TypeError: an option has an invalid value.
     """
 
     write: WriteOptions = field(default_factory=WriteOptions)
@@ -150,10 +146,6 @@ class SaveOptions:
     guard: Callable[[], AbstractContextManager[object]] | None = None
     publish: Callable[[bytes], object] | None = None
 
-    def __post_init__(self) -> None:
-        check_switch("overwrite", self.overwrite)
-        check_function("guard", self.guard, "that returns a context manager")
-
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SaveOptions:
         """Return the options for arguments of :func:`dcp_rs.save` that ``take_options`` took.
@@ -162,6 +154,7 @@ class SaveOptions:
             ValueError, TypeError, UnsupportedError: an option has an invalid value.
         """
         of_write, rest = split_options(options, WriteOptions)
+        check_choice("overwrite", rest.get("overwrite", True), True, False)
         parent, reuse = rest.pop("parent", None), rest.pop("reuse", None)
         verify = rest.pop("verify_reuse", False)
         if parent is not None or reuse is not None:

@@ -19,6 +19,7 @@ from dcp_rs.checkpoint.open import Checkpoint, read_whole
 from dcp_rs.conversion.job import aborting
 from dcp_rs.conversion.output import new_output
 from dcp_rs.conversion.safetensors import header, why_not_of
+from dcp_rs.engine.writes import Entry, refuse_meta, write_entries
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import (
     ReadArguments,
@@ -28,7 +29,6 @@ from dcp_rs.options import (
     check_choice,
 )
 from dcp_rs.tensors.memory import parse_device, why_not_raw
-from dcp_rs.transfer.save import Entry, refuse_meta, write_entries
 
 _BACKENDS: dict[str, Literal["mmap", "buffered"]] = {"mmap": "mmap", "pread": "buffered"}
 

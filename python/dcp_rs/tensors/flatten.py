@@ -21,7 +21,8 @@ class Flat:
 
     Attributes:
         values: the leaves by FQN.
-        paths: the path of each leaf, with keys of their own types.
+        paths: the path of each leaf, with keys of their own types. They include the ShardedTensors
+            that have no shards on this rank.
         containers: the mappings that the paths do not describe.
         is_text: whether every key is a string.
     """
@@ -43,7 +44,8 @@ def flatten(state_dict: Mapping[Any, Any], state_of: Callable[[Any], Any] | None
 
     Mappings are always entered, and their keys become text in the names. Lists are entered if they
     contain tensors or containers of tensors. Tuples are never entered. This is what
-    ``torch.distributed.checkpoint._traverse`` does since torch 2.4.
+    ``torch.distributed.checkpoint._traverse`` does since torch 2.4. A ShardedTensor in a
+    ShardedTensor, as 2-D FSDP makes them, becomes one. One without shards on this rank is no leaf.
 
     Args:
         state_dict: the state dict.
@@ -68,6 +70,8 @@ def flatten(state_dict: Mapping[Any, Any], state_of: Callable[[Any], Any] | None
             msg = "the state dict contains itself, or is nested too deep"
             msg += f": look at {shown(last[:2])}" if last else ""
             raise PlanError(msg) from error
+    if any(issubclass(cls, ShardedTensor) for cls in set(map(type, flat.values.values()))):
+        flat.values = _torch.flatten_sharded_tensors(flat.values)
     return flat
 
 
@@ -113,11 +117,6 @@ def _is_inner(value: Any) -> bool:
     if not isinstance(value, list):
         return False
     return any(isinstance(entry, torch.Tensor) or _is_inner(entry) for entry in value)
-
-
-def holds_sharded(flat: Flat) -> bool:
-    """Return whether a state dict has ShardedTensors, which 2-D FSDP nests."""
-    return any(issubclass(cls, ShardedTensor) for cls in set(map(type, flat.values.values())))
 
 
 def is_stateful(value: Any) -> bool:
