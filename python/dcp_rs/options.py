@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, TypeVa
 
 from dcp_rs import _core
 from dcp_rs._arguments import check_arguments
-from dcp_rs._log import current_rank
 from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions, StoreArguments, StrPath
 
@@ -58,14 +57,18 @@ def local_ranks() -> int | None:
         return None
 
 
+def job_size() -> int:
+    """Return the number of ranks of the job; 0 without a process group."""
+    dist = sys.modules.get("torch.distributed")  # without it, there is no process group
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 0
+    return int(dist.get_world_size())
+
+
 def has_local_peers() -> bool:
     """Return true if other ranks run on this machine, as far as that is known."""
     ranks = local_ranks()
-    if ranks is not None:
-        return ranks > 1
-    if current_rank() is None:
-        return False
-    return bool(sys.modules["torch.distributed"].get_world_size() > 1)
+    return (job_size() if ranks is None else ranks) > 1
 
 
 def uuid_of(save_id: str) -> uuid.UUID:

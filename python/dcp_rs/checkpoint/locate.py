@@ -71,11 +71,7 @@ _LOOKED_AT, _NAMED = 1_000, 6
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSource:
-    """A checkpoint to open, and how to read it. :class:`dcp_rs.RsReader` describes the attributes.
-
-    Raises:
-        ValueError: ``replicas`` has an invalid value.
-    """
+    """A checkpoint, and how to read it. :class:`dcp_rs.RsReader` describes the attributes."""
 
     path: os.PathLike[str]
     read: ReadOptions = field(default_factory=ReadOptions)
@@ -87,9 +83,6 @@ class LoadSource:
     progress: Progress = None
     tiers: Tiers | None = None
 
-    def __post_init__(self) -> None:
-        check_choice("replicas", self.replicas, "each", "node", "all")
-
     @classmethod
     def of(cls, path: StrPath, options: Mapping[str, Any]) -> LoadSource:
         """Return the source for arguments of :class:`dcp_rs.RsReader` that ``take_options`` took.
@@ -98,9 +91,9 @@ class LoadSource:
             ValueError, TypeError, UnsupportedError: an option has an invalid value.
         """
         of_read, rest = split_options(options, ReadOptions)
+        check_choice("replicas", rest.get("replicas", "each"), "each", "node", "all")
         weights_only = rest.pop("weights_only", None)
-        if weights_only is not None:
-            check_choice("weights_only", weights_only, True, False)
+        check_choice("weights_only", weights_only, True, False, None)
         return cls(
             path=location(path),
             read=ReadOptions(**of_read),

@@ -97,7 +97,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
 
     def _options(self) -> LoadOptions:
         """Return the options of a load without a planner."""
-        return LoadOptions(**{one.name: getattr(self, one.name) for one in fields(LoadOptions)})
+        return LoadOptions.of({one.name: getattr(self, one.name) for one in fields(LoadOptions)})
 
     def __repr__(self) -> str:
         return short_repr(self, **given(self._options()))

@@ -202,8 +202,8 @@ class RsReader(StorageReader):
         self._sample = None
         with suppress(PlanError):  # `finish_plan` may leave out what the checkpoint lacks
             self._sample = cache_sharing.sample_of(index, self._source.read, regions)
-        sample = cache_sharing.share(self._sample)
-        note = _Note(is_of_all=True, save_id=index.save_id, sample=sample)
+        shared = None if self._sample is None else cache_sharing.share(self._sample)
+        note = _Note(is_of_all=True, save_id=index.save_id, sample=shared)
         return dataclasses.replace(plan, storage_data=note)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -35,7 +35,7 @@ from dcp_rs._url import StrPath, absolute, location
 from dcp_rs.checkpoint.folders import rank_index_name, warn_of_foreign_model
 from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.metadata import tensor_flags
-from dcp_rs.engine.ranks import has_group, job_size
+from dcp_rs.engine.ranks import has_group
 from dcp_rs.engine.reports import Phases, SaveReport
 from dcp_rs.engine.save import (
     SaveOptions,
@@ -46,7 +46,7 @@ from dcp_rs.engine.save import (
 )
 from dcp_rs.engine.writes import Entry, Writes, as_object, check_complete, refuse_meta
 from dcp_rs.errors import PlanError, SaveInProgressError, UnsupportedError
-from dcp_rs.options import WriteOptions, WriterArguments, given, take_options
+from dcp_rs.options import WriteOptions, WriterArguments, given, job_size, take_options
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.memory import clone, memory_of, why_not_raw

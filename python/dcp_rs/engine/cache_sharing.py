@@ -46,9 +46,9 @@ def sample_of(
     return sample
 
 
-def share(sample: _core.Sample | None) -> ReadSample | None:
-    """Prepare the sample, if there is one, for the coordinator."""
-    return None if sample is None else (_machine(), sample.to_bytes())
+def share(sample: _core.Sample) -> ReadSample:
+    """Prepare the sample for the coordinator."""
+    return _machine(), sample.to_bytes()
 
 
 def compare_samples(samples: Sequence[ReadSample | None]) -> list[CommonReads | None]:

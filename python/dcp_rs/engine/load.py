@@ -204,7 +204,7 @@ def plan_rank(request: LoadRequest, ranks: RankGroup) -> Plan:
         is_of_all=is_of_all,
         replicas=source.replicas,
         nothing_to_load=reads.nothing_to_load,
-        sample=cache_sharing.share(sample),
+        sample=None if sample is None else cache_sharing.share(sample),
     )
     return Plan(request, index, state_dict, holders, reads, sample, summary, clock)
 
@@ -477,19 +477,21 @@ def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None)
     source, reads, is_of_all = plan.request.source, plan.reads, plan.summary.is_of_all
     with watching(source.progress, "loading") as watch:
         counts = Counts(watch=watch)
-        common = None
-        if reply is not None:
-            common = cache_sharing.common_reads(plan.sample, reply)
+        common = None if reply is None else cache_sharing.common_reads(plan.sample, reply)
         options = source.read if is_of_all else source.read.alone()
         job = Load(plan.index, options, reads.batch, counts, common)
         try:
-            find = source.find_routes
-            if is_of_all and find is not None and ranks.size > 1:
-                _read_with_peers(plan, job, counts, ranks, find)
-            elif is_of_all and source.replicas != "each" and ranks.size > 1:
-                _run(job, _read_together(plan, job, counts, ranks))
+            if ranks.is_alone or not is_of_all:
+                _prepare(plan, job)
+                job.run()
+            elif (find_routes := source.find_routes) is not None:
+                _read_with_peers(plan, job, ranks, find_routes)
             else:
-                _run(job, _prepare(plan, job, counts))
+                if source.replicas == "each":
+                    _prepare(plan, job)
+                else:
+                    _read_together(plan, job, ranks)
+                job.run()
             for fqn, tensor in plan.fills.items():
                 copy_value(fqn, tensor, plan.values.pop(fqn))
         finally:
@@ -503,36 +505,22 @@ def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None)
     reads.report._finish(os.fspath(source.path), source.read.io, counts, plan.clock, plan.index)
 
 
-def _run(job: Load, passes: int) -> None:
-    for number in range(passes):  # tensors that share memory take several
-        job.run(number)
-
-
-def _prepare(plan: Plan, job: Load, counts: Counts) -> int:
+def _prepare(plan: Plan, job: Load, received: Mapping[int, bytes] | None = None) -> None:
     """Read the values, arrange the reads of tensors, and look at ties. No tensor is written to.
 
-    Returns:
-        The number of passes that the reads take.
-    """
-    passes = _arrange(plan, job, counts, {})
-    _warn_of_ties(plan)
-    return passes
-
-
-def _arrange(plan: Plan, job: Load, counts: Counts, values: Mapping[int, bytes]) -> int:
-    """Read the values, but for those that other ranks read, and arrange the reads of tensors.
-
-    Returns:
-        The number of passes that the reads take.
+    Args:
+        plan: the plan of this rank.
+        job: its reads of tensors.
+        received: values that other ranks read. Ties are not looked at then: the stored tensors may
+            be on other nodes.
     """
     index, reads, source = plan.index, plan.reads, plan.request.source
-    if counts.watch is not None:
-        counts.expected = reads.nbytes()
+    if job.counts.watch is not None:
+        job.counts.expected = reads.nbytes()
     if reads.values:
-        chunks = plan.value_chunks
-        own = [chunk for chunk in chunks if chunk not in values]
-        read = read_values(index, own, source.read, counts)
-        stored = {**values, **dict(zip(own, read, strict=True))}
+        stored, chunks = dict(received or {}), plan.value_chunks
+        own = [chunk for chunk in chunks if chunk not in stored]
+        stored.update(zip(own, read_values(index, own, source.read, job.counts), strict=True))
         path = checkpoint_path(index)
         plan.values = {
             fqn: pickles.load(fqn, stored[chunk], weights_only=source.weights_only, path=path)
@@ -542,7 +530,9 @@ def _arrange(plan: Plan, job: Load, counts: Counts, values: Mapping[int, bytes])
             _match_tensors(plan)
     if reads.targets:
         job.add(reads.targets)
-    return job.arrange()
+    job.arrange()
+    if received is None:
+        _warn_of_ties(plan)
 
 
 def _match_tensors(plan: Plan) -> None:
@@ -599,18 +589,14 @@ def _warn_of_ties(plan: Plan) -> None:
             )
 
 
-def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> int:
-    """Prepare on all ranks. Then read together what several ranks need, a part on each rank.
-
-    Returns:
-        The number of passes that are left for this rank.
-    """
+def _read_together(plan: Plan, job: Load, ranks: RankGroup) -> None:
+    """Prepare on all ranks. Then read together what several ranks need, a part on each rank."""
     index, source = plan.index, plan.request.source
-    passes, own, parts = 0, Offer(), Counter[int]()
+    own, parts = Offer(), Counter[int]()
 
     def prepare() -> Offered:
-        nonlocal passes, own, parts
-        passes = _prepare(plan, job, counts)
+        nonlocal own, parts
+        _prepare(plan, job)
         at_once = set(plan.reads.batch.at_once())
         targets = plan.reads.whole_targets(index)
         parts = Counter(target.place for target in targets)
@@ -629,18 +615,15 @@ def _read_together(plan: Plan, job: Load, counts: Counts, ranks: RankGroup) -> i
 
     offers = ranks.all_gather(prepare)
     if not any_shared(offers):
-        return passes
+        return
     groups = match_offers(own, offers, ranks.process_group)
-    counts.add(read_shared(index, groups, source.read.alone(), ranks, offers))
+    job.counts.add(read_shared(index, groups, source.read.alone(), ranks, offers))
     sent = Counter(target.place for group in groups for target in group.targets)
     # A tensor of which the ranks share only a part is read whole by each of them.
     plan.reads.batch.leave_out([p for p, count in sent.items() if count == parts[p]])
-    return passes
 
 
-def _read_with_peers(
-    plan: Plan, job: Load, counts: Counts, ranks: RankGroup, find_routes: FindRoutes
-) -> None:
+def _read_with_peers(plan: Plan, job: Load, ranks: RankGroup, find_routes: FindRoutes) -> None:
     """Prepare on all ranks. Then read, while other ranks read what this rank does not see."""
     index, reads, options = plan.index, plan.reads, plan.request.source.read.alone()
     chunks: list[int] = []
@@ -652,13 +635,13 @@ def _read_with_peers(
 
     routes = ranks.reduce_scatter(look, find_routes)
     if not routes.most:
-        _run(job, _prepare(plan, job, counts))
+        _prepare(plan, job)
+        job.run()
         return
     peers = PeerReads(index, ranks, routes, options)
 
-    def prepare() -> tuple[int, list[Target]]:
-        values = peers.values(chunks)
-        passes = _arrange(plan, job, counts, values)  # tied tensors may be out of sight
+    def prepare() -> list[Target]:
+        _prepare(plan, job, peers.values(chunks))
         targets = reads.whole_targets(index) if routes.sources else []
         may_be_sent = set(reads.batch.at_once())
         may_be_sent -= {target.place for target in targets if is_opaque(target.tensor)}
@@ -670,9 +653,9 @@ def _read_with_peers(
         ]
         sent = {part.place for part in parts if peers.source_of(part.index) is not None}
         reads.batch.leave_out(sorted(sent))
-        return passes, [part for part in parts if part.place in sent]
+        return [part for part in parts if part.place in sent]
 
-    passes, parts = ranks.run(prepare)
+    parts = ranks.run(prepare)
     streams = current_streams({part.tensor.device for part in parts})
 
     def exchange() -> None:
@@ -681,10 +664,10 @@ def _read_with_peers(
 
     with ThreadPoolExecutor(1) as pool:  # it ends first, so that no rank waits for this one
         sending = pool.submit(exchange)
-        fill(index, [p for p in parts if peers.source_of(p.index) is None], options, counts)
-        _run(job, passes)
+        fill(index, [p for p in parts if peers.source_of(p.index) is None], options, job.counts)
+        job.run()
         sending.result()
-    counts.add(peers.counts)
+    job.counts.add(peers.counts)
 
 
 # --- step 3: hand over ----------------------------------------------------------------------------

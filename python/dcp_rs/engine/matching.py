@@ -51,14 +51,13 @@ class LoadOptions:
         Raises:
             ValueError: an option has an invalid value.
         """
-        return cls(**{**options, "dtype": parse_dtype(options.get("dtype"))})
-
-    def __post_init__(self) -> None:
-        check_choice("allow_partial_load", self.allow_partial_load, True, False)
-        check_choice("assign", self.assign, True, False)
-        if self.device is not None:
-            parse_device(self.device)  # raise for an invalid one now
-        check_choice("dtype_policy", self.dtype_policy, "warn", "error", "cast")
+        made = cls(**{**options, "dtype": parse_dtype(options.get("dtype"))})
+        check_choice("allow_partial_load", made.allow_partial_load, True, False)
+        check_choice("assign", made.assign, True, False)
+        if made.device is not None:
+            parse_device(made.device)  # raise for an invalid one now
+        check_choice("dtype_policy", made.dtype_policy, "warn", "error", "cast")
+        return made
 
 
 @dataclass(slots=True)

@@ -50,11 +50,6 @@ def has_group() -> bool:
     return False
 
 
-def job_size() -> int:
-    """Return the number of ranks of the job; 0 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
-
-
 class RankGroup:
     """Ranks of a process group that save or load together.
 

@@ -23,12 +23,12 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.metadata import with_versions
 from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.metadata import make_metadata
-from dcp_rs.engine.ranks import RankGroup, job_size
+from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
 from dcp_rs.engine.reuse import Parent
 from dcp_rs.engine.writes import Selected, Writes, plan_locally, turns, write_entries
 from dcp_rs.errors import PlanError
-from dcp_rs.options import Globs, WriteOptions, check_choice, split_options, uuid_of
+from dcp_rs.options import Globs, WriteOptions, check_choice, job_size, split_options, uuid_of
 from dcp_rs.tensors.dtypes import NAMES, parse_dtype
 
 

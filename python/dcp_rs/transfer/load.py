@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,6 +52,8 @@ class Load:
     common: _core.SharedSections | None = None
     #: The targets that the engine does not fill in place.
     _device_targets: list[Target] = field(default_factory=list)
+    #: Targets that share memory are filled one pass after another.
+    _passes: int = 0
 
     def add(self, targets: Iterable[Target]) -> None:
         """Add targets.
@@ -79,35 +81,37 @@ class Load:
             space = space_of(target.tensor.device)
             self.batch.add_device_target(number, target, space, there=True)
 
-    def arrange(self) -> int:
-        """Arrange the targets after the last one was added, and return the number of passes."""
-        passes = self.batch.arrange()
+    def arrange(self) -> None:
+        """Arrange the targets after the last one was added."""
+        self._passes = self.batch.arrange()
         if self.common is not None:
             self.batch.divide(self.common)
-        return passes
 
-    def run(self, number: int) -> None:
-        """Fill the targets of one pass."""
+    def run(self) -> None:
+        """Fill the targets."""
         tell = None if self.counts.watch is None else self.counts.tell
-        self.counts.add(self.batch.read(number, progress=tell, **self.options.engine()))
-        regions = self.batch.slab_regions(number)
-        if regions:
-            slow = self.counts.fallbacks
-            while True:
-                try:
-                    self.counts.add(
-                        upload(self.batch, regions, self._device_targets, self.options, tell, slow)
-                    )
-                    break
-                except (CorruptDataError, OSError) as error:
-                    # A file of a tier that is damaged or cannot be read is read from elsewhere.
-                    path = error.filename if isinstance(error, OSError) else error.path
-                    if path is None or not self.index.pass_over(path, str(error)):
-                        raise
-        if opaque := self.batch.opaque(number):
-            _fill_opaque(
-                self.index, [self._device_targets[i] for i in opaque], self.options, self.counts
-            )
+        for number in range(self._passes):
+            self.counts.add(self.batch.read(number, progress=tell, **self.options.engine()))
+            if regions := self.batch.slab_regions(number):
+                self._upload(regions, tell)
+            if opaque := self.batch.opaque(number):
+                targets = [self._device_targets[i] for i in opaque]
+                _fill_opaque(self.index, targets, self.options, self.counts)
+
+    def _upload(self, regions: Sequence[int], tell: Callable[[int], None] | None) -> None:
+        """Fill targets through slabs."""
+        slow = self.counts.fallbacks
+        while True:
+            try:
+                found = upload(self.batch, regions, self._device_targets, self.options, tell, slow)
+            except (CorruptDataError, OSError) as error:
+                # A file of a tier that is damaged or cannot be read is read from elsewhere.
+                path = error.filename if isinstance(error, OSError) else error.path
+                if path is None or not self.index.pass_over(path, str(error)):
+                    raise
+            else:
+                self.counts.add(found)
+                return
 
 
 def fill(
@@ -121,8 +125,8 @@ def fill(
     counts = Counts() if counts is None else counts
     load = Load(index, options, _core.Batch(index), counts, common)
     load.add(targets)
-    for number in range(load.arrange()):
-        load.run(number)
+    load.arrange()
+    load.run()
 
 
 def read_values(
