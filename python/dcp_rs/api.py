@@ -130,8 +130,8 @@ def load(
             ``model.x`` into ``x``. Names that the mapping lacks stay as they are.
         include, exclude: globs over names of the state dict. Entries that are not included, or are
             excluded, stay as they are.
-        allow_partial_load: leave entries alone that the checkpoint lacks or has in another shape,
-            and fill the parts that it has of the others.
+        allow_partial_load: leave entries alone that the checkpoint lacks, has in another shape, or
+            has only a part of.
         dtype: the dtype of new floating-point tensors, or its name (``"bf16"``). Tensors on
             ``meta`` are replaced by new ones in the state dict, once every rank has read.
         device: the device of new tensors. Default: that of the process group, or the CPU.

@@ -120,7 +120,7 @@ def test_under_fsdp(tmp_path):
         assert tied == {EMBED: HEAD}
 
 
-def test_a_tied_tensor_of_which_a_part_is_stored_loads_in_part(tmp_path):
+def test_a_tied_tensor_of_which_a_part_is_stored_loads_without_it(tmp_path):
     """A comparison for a warning read elements that are not stored, and raised."""
     rows = torch.arange(8.0).reshape(8, 1)
     whole = whole_item("embed", rows, path=("embed",), position=0)
@@ -133,4 +133,4 @@ def test_a_tied_tensor_of_which_a_part_is_stored_loads_in_part(tmp_path):
     state = {"embed": weight, "head": weight}
     report = dcp_rs.load(state, tmp_path, allow_partial_load=True, no_dist=True)
     assert weight.equal(rows)
-    assert report.partly_filled == ["head"]
+    assert report.incomplete == ["head"]

@@ -56,8 +56,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         rename: maps stored names to names of the state dict, as for :func:`dcp_rs.load`.
         include, exclude: globs over names of the state dict. Entries that are not included, or are
             excluded, stay as they are.
-        allow_partial_load: leave entries alone that the checkpoint lacks or has in another shape,
-            and fill the parts that it has of the others. ``report`` names them.
+        allow_partial_load: leave entries alone that the checkpoint lacks, has in another shape, or
+            has only a part of. ``report`` names them.
         flatten_state_dict, flatten_sharded_tensors: as in torch's ``DefaultLoadPlanner``.
 
     Attributes:
@@ -262,8 +262,7 @@ def _make_items(reads: Reads, metadata: Metadata) -> list[ReadItem]:
         if fqn in reads.values:
             items.append(_value_item(fqn, stored))
             continue
-        is_given_up = fqn in reads.new.old and fqn not in reads.new.new
-        if not is_given_up and (fqn in reads.found or place in plain):
+        if fqn in reads.found or place in plain:
             pieces = local_pieces(fqn, reads.flat.values[fqn], layouts)
             items += _tensor_items(fqn, stored, metadata.state_dict_metadata[stored], pieces)
     return items

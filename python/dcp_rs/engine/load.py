@@ -313,6 +313,8 @@ def plan_reads(
     batch, others = index.plan_plain(stored, tensors, PLAIN_TYPES, DTYPE_NAMES)
     places = {fqns[place]: place for place in others}
     found = match.match({fqn: wanted[fqn] for fqn in places})
+    if options.allow_partial_load:
+        found = match.complete(found)
     flat = match.flat
     for fqn, entry in found.items():
         if fqn not in places:  # a value of a checkpoint that is flattened otherwise
@@ -326,22 +328,15 @@ def plan_reads(
     if report.dtype_mismatched:
         matching.warn_of_casts(report.dtype_mismatched, options)
 
-    on_meta: set[str] = set()
-    if options.allow_partial_load:
-        on_meta = {fqn for fqn in found if fqn in new.new and new.old[fqn].device.type == "meta"}
-
-    targets, left_on_meta = _make_targets(match, index, found, places, on_meta)
+    targets = _make_targets(flat, index, found, places)
     report.entries = len(flat.values)
-    report.entries_loaded = (
-        len(fqns) - len(places) + len(found) - len(left_on_meta) + len(report.tied)
-    )
+    report.entries_loaded = len(fqns) - len(places) + len(found) + len(report.tied)
     plain: Sequence[int] = range(len(fqns))
     if places:
         plain = sorted(set(plain).difference(places.values()))
     values = {fqn: entry for fqn, entry in found.items() if entry.dtype is None}
     if new.new or options.dtype is not None or options.device is not None:
-        loaded = [fqns[place] for place in plain]
-        loaded += [fqn for fqn in found if fqn not in left_on_meta]
+        loaded = [*(fqns[place] for place in plain), *found]
         match.warn_of_replaced({fqn: flat.values[fqn] for fqn in loaded})
     return Reads(
         *(flat, report, batch, fqns, stored, tensors, plain, found, values, new, targets),
@@ -350,58 +345,44 @@ def plan_reads(
 
 
 def _make_targets(
-    match: Matching,
-    index: _core.Index,
-    found: dict[str, EntryInfo],
-    places: dict[str, int],
-    on_meta: set[str],
-) -> tuple[list[Target], set[str]]:
+    flat: Flat, index: _core.Index, found: dict[str, EntryInfo], places: dict[str, int]
+) -> list[Target]:
     """Make targets of tensors that are not plain: one for each rectangle of a sharded tensor.
 
     A target is not a read: :class:`~dcp_rs.transfer.load.Load` looks up the chunks that hold it.
 
     Args:
-        match: the comparison with the checkpoint.
+        flat: the flattened state dict.
         index: the index of the checkpoint.
         found: the stored entries.
         places: the places of the entries in the load.
-        on_meta: the tensors on ``meta``, which stay there if the checkpoint lacks elements of them.
 
-    Returns:
-        The targets, and the names of tensors that stay on ``meta``.
+    Raises:
+        PlanError: the checkpoint lacks elements of a tensor.
     """
     layouts: ShardCache = {}
-    regions: list[tuple[str, Target]] = []
+    targets: list[Target] = []
     values: list[int] = []
     for fqn, entry in found.items():
         if entry.dtype is None:
             values.append(entry.index)
             continue
         at = entry.name, entry.dtype, places[fqn]
-        regions += [
-            (fqn, Target(entry.index, piece.offsets, piece.tensor, *at))
-            for piece in local_pieces(fqn, match.flat.values[fqn], layouts)
+        targets += [
+            Target(entry.index, piece.offsets, piece.tensor, *at)
+            for piece in local_pieces(fqn, flat.values[fqn], layouts)
         ]
-    # The whole of these is checked, and not this rank's part, so that all ranks decide alike.
-    wholes = [(fqn, entry) for fqn, entry in found.items() if fqn in on_meta]
     # This checks the data files, too: that they exist and have the right size.
-    holes = index.check_regions(
-        [(target.index, target.offsets, target.tensor.shape) for _, target in regions]
-        + [(entry.index, (0,) * len(entry.shape), entry.shape) for _, entry in wholes],
-        values,
-    )
-    if not holes:
-        return [target for _, target in regions], set()
-    names = [fqn for fqn, _ in regions] + [fqn for fqn, _ in wholes]
-    left_on_meta = match.note_holes(
-        [(names[number], offsets, sizes) for number, offsets, sizes in holes], on_meta
-    )
-    in_part = {number for number, _, _ in holes}
-    targets: list[Target] = []
-    for number, (fqn, target) in enumerate(regions):
-        if fqn not in left_on_meta:
-            targets += _stored_parts(index, target) if number in in_part else [target]
-    return targets, left_on_meta
+    holes = index.check_regions([(t.index, t.offsets, t.tensor.shape) for t in targets], values)
+    if holes:
+        number, offsets, sizes = holes[0]
+        name = targets[number].name
+        msg = (
+            f"tensor {name!r}: the checkpoint does not hold {list(sizes)} elements "
+            f"at {list(offsets)}"
+        )
+        raise PlanError(msg, tensor=name)
+    return targets
 
 
 def _stored_parts(index: _core.Index, target: Target) -> list[Target]:
@@ -579,8 +560,6 @@ def _warn_of_ties(plan: Plan) -> None:
     late, early = ([reads.names[i] for i in several] for several in (sorted(places), first))
     stored = dict(zip(reads.names, reads.stored, strict=True))
     for fqn, other in find_tied(late, early, reads.flat.values).items():
-        if fqn in reads.report.partly_filled or other in reads.report.partly_filled:
-            continue  # the elements to compare may be missing
         if not matching.begin_alike(plan.index, stored[fqn], stored[other], source.read.alone()):
             warn_caller(
                 f"{fqn!r} and {other!r} are one tensor in the state dict, and two that differ in "

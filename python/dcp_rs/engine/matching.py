@@ -275,44 +275,25 @@ class Matching:
         values = {fqn: value for fqn, value in values.items() if fqn in kept}
         return Flat(values, {fqn: paths[fqn] for fqn in values}, [])
 
-    def note_holes(
-        self, holes: Iterable[tuple[str, Sequence[int], Sequence[int]]], on_meta: set[str]
-    ) -> set[str]:
-        """Note regions that the checkpoint lacks: names, offsets and sizes.
+    def complete(self, found: Mapping[str, EntryInfo]) -> dict[str, EntryInfo]:
+        """Return the entries that the checkpoint holds whole, for a partial load.
+
+        The others are left alone. All ranks find the same ones.
 
         Args:
-            holes: the regions.
-            on_meta: the tensors on ``meta``, which stay there if they are not filled whole.
-
-        Returns:
-            The names of tensors that stay on ``meta`` therefore.
-
-        Raises:
-            PlanError: the load is not partial.
+            found: the stored entries that fit.
         """
-        report, new = self.report, self.new
-        left_on_meta: set[str] = set()
-        for fqn, offsets, sizes in holes:
-            if not self.options.allow_partial_load:
-                msg = (
-                    f"tensor {fqn!r}: the checkpoint does not hold {list(sizes)} elements "
-                    f"at {list(offsets)}"
-                )
-                raise PlanError(msg, tensor=fqn)
-            if fqn in report.partly_filled:
-                continue
-            tied = [name for name, other in report.tied.items() if other == fqn]
-            report.partly_filled.append(fqn)
-            report.missing += tied
-            for name in tied:
-                del report.tied[name]
-            if fqn in on_meta:
-                # The missing elements would be uninitialized memory.
-                self.flat.values.update({name: new.give_up(name) for name in [fqn, *tied]})
-                left_on_meta.add(fqn)
-            elif fqn in new.new:
-                new.copy_old(fqn)
-        return left_on_meta
+        tensors = [(fqn, entry) for fqn, entry in found.items() if entry.dtype is not None]
+        wholes = [(entry.index, (0,) * len(entry.shape), entry.shape) for _, entry in tensors]
+        holes = self.index.check_regions(wholes, [])
+        left = dict.fromkeys(tensors[number][0] for number, _, _ in holes)
+        report = self.report
+        report.incomplete += left
+        report.missing += [name for name, other in report.tied.items() if other in left]
+        report.tied = {name: other for name, other in report.tied.items() if other not in left}
+        for fqn in left:
+            self.new.new.pop(fqn, None)
+        return {fqn: entry for fqn, entry in found.items() if fqn not in left}
 
     def warn_of_replaced(self, loaded: Mapping[str, Any]) -> None:
         """Count replaced tensors. Warn of a load that fills none, and of options without effect.

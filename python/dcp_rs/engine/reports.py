@@ -63,8 +63,7 @@ class LoadReport(_Timed):
             ``allow_partial_load=True``.
         dtype_mismatched: tensors that were cast.
         shape_mismatched: tensors of another shape, which were left alone.
-        partly_filled: tensors of which the checkpoint holds only a part. One on ``meta`` was left
-            there.
+        incomplete: tensors of which the checkpoint holds only a part, which were left alone.
         excluded: entries that ``include`` and ``exclude`` leave out.
         bytes_wanted: bytes of the tensors and values that this rank filled.
         bytes_read: bytes of files that this rank read: more if it read through gaps, less if ranks
@@ -89,7 +88,7 @@ class LoadReport(_Timed):
     unexpected: list[str] = field(default_factory=list)
     dtype_mismatched: list[Mismatch] = field(default_factory=list)
     shape_mismatched: list[Mismatch] = field(default_factory=list)
-    partly_filled: list[str] = field(default_factory=list)
+    incomplete: list[str] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
     bytes_wanted: int = 0
     bytes_read: int = 0

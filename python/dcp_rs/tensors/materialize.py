@@ -17,7 +17,6 @@ from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import is_counter
 from dcp_rs.tensors.flatten import Flat, get_at
 from dcp_rs.tensors.memory import check_has_shape, identity, on_meta, parse_device
-from dcp_rs.tensors.shards import ShardCache, local_pieces
 
 
 class NewTensors:
@@ -31,7 +30,6 @@ class NewTensors:
             as a caller may have no other way to the tensors than through their memory.
 
     Attributes:
-        old: the tensors that are replaced.
         new: the tensors that replace them.
     """
 
@@ -42,7 +40,6 @@ class NewTensors:
         self._device = None if device is None else parse_device(device)
         self._assign = assign
         self._default_device = cache(_torch.default_device)
-        self.old: dict[str, torch.Tensor] = {}
         self.new: dict[str, torch.Tensor] = {}
         self._made: dict[Hashable, torch.Tensor] = {}
 
@@ -103,19 +100,7 @@ class NewTensors:
                 dtype, device = self.dtype_of(name, old), self._device_of(old)
                 with torch.inference_mode(False):
                     self._made[key] = _torch.empty_like(old, dtype=dtype, device=device)
-            self.old[name], self.new[name] = old, self._made[key]
-
-    def copy_old(self, name: str) -> None:
-        """Copy the old values of an entry, for the elements that the checkpoint lacks."""
-        layouts: ShardCache = {}
-        pairs = (local_pieces(name, tensor, layouts) for tensor in (self.old[name], self.new[name]))
-        for old, new in zip(*pairs, strict=True):
-            new.tensor.copy_(old.tensor)
-
-    def give_up(self, name: str) -> torch.Tensor:
-        """Drop the new tensor of an entry, and return the old one."""
-        del self.new[name]
-        return self.old[name]
+            self.new[name] = self._made[key]
 
     def _may_replace(self, tensor: torch.Tensor) -> bool:
         return self._assign or on_meta(tensor)

@@ -225,9 +225,9 @@ class TrainingLoad:
         for put in self._puts:
             put(loaded)
         report, left = self.report, self._left
-        for name in ("missing", "excluded", "partly_filled", "shape_mismatched"):
+        for name in ("missing", "excluded", "incomplete", "shape_mismatched"):
             getattr(report, name).extend(getattr(left, name))
-        known = {*left.excluded, *left.partly_filled, *(one.name for one in left.shape_mismatched)}
+        known = {*left.excluded, *left.incomplete, *(one.name for one in left.shape_mismatched)}
         above = tuple(f"{name}." for name in self._known)
         report.unexpected = [
             name

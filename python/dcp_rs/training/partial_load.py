@@ -72,7 +72,7 @@ class PartialLoad:
             self.report.excluded += names
             return False
         incomplete = self._incomplete(names) if self.is_partial else []
-        self.report.partly_filled += incomplete
+        self.report.incomplete += incomplete
         return not incomplete
 
     def _incomplete(self, names: Iterable[str]) -> list[str]:
