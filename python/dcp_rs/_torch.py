@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.8, 2.11, 2.15
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_PREFIX,  # 2.8, 2.11, 2.15
+)
 from torch.distributed.checkpoint import (
     _sharded_tensor_utils,  # 2.8, 2.11, 2.15
     _version,  # 2.8, 2.11, 2.15
@@ -360,7 +363,8 @@ def fqns(model: torch.nn.Module, name: str, *, skip_compiler_prefix: bool = True
 
     A flat parameter of FSDP1 has several.
     """
-    return sorted(state_dict._get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix))
+    found = state_dict._get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix)
+    return sorted(fqn.replace(_CHECKPOINT_PREFIX, "") for fqn in found)  # flat ones keep it
 
 
 def without_compiler(model: torch.nn.Module) -> torch.nn.Module:

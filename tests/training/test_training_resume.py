@@ -5,17 +5,21 @@ sums.
 """
 
 import functools
+import itertools
 from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import dcp_rs
 from dcp_rs.optim import PerRank, RngState, load_training_state, save_training_state
 from dcp_rs.tensors.pickles import plain_numbers
 from support import assert_state_equal, run_ranks
-from support.training import KINDS, parallelize, quiet, train_step, whole_parameters
+from support.training import CPU, KINDS, parallelize, quiet, train_step, whole_parameters
 
 BEFORE, AFTER = 3, 3
 
@@ -185,3 +189,65 @@ def test_mappings_in_tuples_keep_their_types():
     assert plain["a"][1] is own
     assert type(plain["a"][0]["b"]) is type(plain["c"]["d"]) is float
     assert plain["c"].default_factory is int
+
+
+def blocks(seed):
+    """A model whose weights have the same shape: one in the place of another is no error."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)))
+
+
+def wrapped_in_fsdp1(wrappers, seed, *, flat):
+    """An FSDP1 model whose blocks have these wrappers inside of FSDP1, and its optimizer."""
+    model = blocks(seed)
+    for number, block in enumerate(model):
+        inner = block
+        for wrap in wrappers[1:]:
+            inner = wrap(inner)
+        model[number] = FullyShardedDataParallel(inner, device_id=CPU, use_orig_params=not flat)
+    model = wrappers[0](FullyShardedDataParallel(model, device_id=CPU, use_orig_params=not flat))
+    return model, stepped(model)
+
+
+def stepped(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for param in model.parameters():
+        param.grad = param.detach() * 0.3
+    optimizer.step()
+    return optimizer
+
+
+def resume_with_other_wrappers(path):
+    torch.compiler.set_stance("force_eager")
+    plain, compiled = (lambda module: module), torch.compile
+    ways = [
+        (plain, compiled),
+        (compiled, plain),
+        (compiled, checkpoint_wrapper),
+        (compiled, compiled, checkpoint_wrapper),
+        (plain, checkpoint_wrapper, compiled),
+    ]
+    model = blocks(7)
+    optimizer = stepped(model)
+    save_training_state(f"{path}/names", model, optimizer, fsync=False)
+    numbers = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp_rs.save(numbers, f"{path}/numbers", fsync=False)
+    with quiet():
+        for source, number, flat in itertools.product(
+            ("names", "numbers"), range(len(ways)), (False, True)
+        ):
+            model, optimizer = wrapped_in_fsdp1(ways[number], 8, flat=flat)
+            load_training_state(f"{path}/{source}", model, optimizer)
+            save_training_state(f"{path}/{source}-{number}-{flat}", model, optimizer, fsync=False)
+
+
+def test_wrappers_inside_of_fsdp1_are_no_part_of_names(tmp_path):
+    """They stayed in names of the model.
+
+    A load found none of them, raised after it had read, or mixed up the weights of a block.
+    """
+    run_ranks(2, resume_with_other_wrappers, tmp_path)
+    with dcp_rs.open(tmp_path / "names") as first:
+        for path in tmp_path.glob("*-*"):
+            with dcp_rs.open(path) as other:
+                assert_state_equal(dict(other), dict(first))

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -23,7 +22,7 @@ from dcp_rs.options import Globs, Rename
 from dcp_rs.training.extra import EXTRA, PerRank, SavedExtra, new_memory, split_extra_state
 from dcp_rs.training.load_optimizer import OptimizerLoad
 from dcp_rs.training.names import StoredNames, unwrapper
-from dcp_rs.training.optimizers import is_fsdp1, joined, model_state
+from dcp_rs.training.optimizers import joined, model_state, sharded_state_dicts
 from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_optimizers import SavedOptimizers, saved_optimizers
 from dcp_rs.training.saved_tree import join
@@ -256,12 +255,10 @@ def _load_model(
     partial: bool,
 ) -> None:
     """Load a module from a state dict with names without wrappers."""
-    if is_fsdp1(model):
-        state = with_versions(own, model, versions)
-        set_model_state_dict(model, state, options=StateDictOptions(strict=not partial))
-        return
-    # That function raises if a wrapped module is registered under two names.
+    # torch's set_model_state_dict raises if a module is registered under two names, or is compiled
+    # inside of FSDP1.
     unwrap = unwrapper(model)
-    names = {key: unwrap(key) for key in model.state_dict()}
-    found = {key: own[name] for key, name in names.items() if name in own}
-    model.load_state_dict(with_versions(found, model, versions), strict=not partial)
+    with sharded_state_dicts(model):
+        names = {key: unwrap(key) for key in model.state_dict()}
+        found = {key: own[name] for key, name in names.items() if name in own}
+        model.load_state_dict(with_versions(found, model, versions), strict=not partial)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import LBFGS, Optimizer
 
 from dcp_rs.checkpoint.names import explain_prefix, some
@@ -17,6 +16,7 @@ from dcp_rs.training.first_step import with_state
 from dcp_rs.training.optimizers import (
     Names,
     fqns_by_parameter,
+    model_state,
     names_by_key,
     own_state_dict,
     parameter_names,
@@ -73,7 +73,7 @@ class OptimizerMatcher:
         self._saved, self._partial = saved, saved.partial_load
         self._keep, self._fsdp1 = keep, fsdp1
         self._fqns_of = fqns_by_parameter(models)
-        self._shards = {} if fsdp1 is None else get_model_state_dict(fsdp1)
+        self._shards = {} if fsdp1 is None else model_state(fsdp1)
 
     def match(self, optimizer: Optimizer, number: int, *, is_only: bool) -> Target:
         """Match an optimizer with the saved parameters and groups.

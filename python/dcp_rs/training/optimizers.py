@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     ShardedOptimStateDictConfig,
@@ -75,14 +74,12 @@ def optimizer_state(
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
     """Return the state dict of a model, under names without wrappers.
 
-    Unlike torch's ``get_model_state_dict``, which FSDP1 needs, it keeps the keys that a hook adds,
-    renames or divides, and takes a module without parameters.
+    Unlike torch's ``get_model_state_dict``, it keeps the keys that a hook adds, renames or divides,
+    and takes a module without parameters, and a compiled module inside of FSDP1.
     """
-    if is_fsdp1(model):
-        state: dict[str, Any] = get_model_state_dict(model)
-        return state
     unwrap = unwrapper(model)
-    return {unwrap(key): value for key, value in model.state_dict().items()}
+    with sharded_state_dicts(model):
+        return {unwrap(key): value for key, value in model.state_dict().items()}
 
 
 def joined(parts: Iterable[Mapping[str, Any]], owners: str) -> dict[str, Any]:
@@ -251,6 +248,9 @@ def fsdp1_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
 @contextmanager
 def sharded_state_dicts(model: torch.nn.Module) -> Iterator[None]:
     """Make state dicts of FSDP1 modules hold shards, whatever the caller has set."""
+    if not is_fsdp1(model):
+        yield
+        return
     with warnings.catch_warnings():
         deprecated = r"FSDP\.(set_)?state_dict_type"
         warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
