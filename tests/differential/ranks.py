@@ -142,6 +142,7 @@ class _Builder:
             _placement(code, values.dim()) for code, _ in zip(codes, self._ranks.mesh, strict=False)
         ]
         bits = values.view(torch.int32) if halves else values
+        bits = bits.view(torch.uint8) if bits.dtype == _FLOAT4 else bits
         whole = distribute_tensor(bits, self._mesh, places, src_data_rank=None)
         local = _laid_out(
             whole.to_local().view(values.dtype), "plain" if form == "parameter" else form
