@@ -171,7 +171,7 @@ def describes_chunks(tensor: torch.Tensor) -> bool:
 
 def is_shard(tensor: torch.Tensor) -> bool:
     """Return true if a tensor has a place in a larger one, or describes its own chunks."""
-    return describes_chunks(tensor) or has_place(tensor)
+    return hasattr(tensor, _CHUNKS[0]) or has_place(tensor)
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:

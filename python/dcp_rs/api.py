@@ -168,7 +168,7 @@ def load(
     ranks = RankGroup(process_group, no_dist=no_dist)
 
     def make_request() -> LoadRequest:
-        _check_state_dict(state_dict, path)
+        _check_state_dict(state_dict)
         of_load, of_reader = split_options(take_options(load, options), LoadOptions)
         source, chosen = LoadSource.of(path, of_reader), LoadOptions.of(of_load)
         return LoadRequest(state_dict, source, chosen, stateful=True)
@@ -237,7 +237,7 @@ def save(
     ranks = RankGroup(process_group, no_dist=no_dist)
 
     def make_request() -> SaveRequest:
-        _check_state_dict(state_dict, path)
+        _check_state_dict(state_dict)
         where = location(path)
         saves.check_path(where)
         checked = SaveOptions.of(take_options(save, options))
@@ -347,7 +347,7 @@ def async_save(
 
     def locate() -> Path:
         nonlocal where
-        _check_state_dict(state_dict, path)
+        _check_state_dict(state_dict)
         where = absolute(location(path))  # until the save begins, the current folder may change
         return where
 
@@ -400,20 +400,13 @@ def _check_reader(reader: Any) -> None:
     raise TypeError(msg)
 
 
-def _check_state_dict(state_dict: Any, path: Any = None) -> None:
-    """Raise a ``TypeError`` with advice unless this is a state dict.
-
-    Args:
-        state_dict: the argument.
-        path: the other argument. The caller may have swapped them.
-    """
+def _check_state_dict(state_dict: Any) -> None:
+    """Raise a ``TypeError`` with advice unless this is a state dict."""
     if isinstance(state_dict, Mapping) and not isinstance(state_dict, Checkpoint):
         return
     type_name = type(state_dict).__name__
     if isinstance(state_dict, str | os.PathLike):
-        msg = "the state dict comes first, then the path"
-        if not isinstance(path, Mapping):
-            msg += f"; {state_dict!r} is not a state dict"
+        msg = f"{state_dict!r} is not a state dict: the state dict comes first, then the path"
     elif isinstance(state_dict, Checkpoint):
         msg = f"a {type_name} is read only: pass a dict of tensors to fill"
     elif ismethod(state_dict):

@@ -71,18 +71,15 @@ def test_a_part_of_a_tensor_counts_as_a_part(ckpt):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # in place, and through slabs
-def test_a_load_tells_which_way_the_bytes_came(ckpt, dtype, caplog):
+def test_a_load_tells_which_way_the_bytes_came(ckpt, dtype):
     save_rs(STATE, ckpt)
     for io in ("mmap", "buffered", "auto"):
-        caplog.clear()
-        planner = RsLoadPlanner(dtype_policy="cast")
-        with caplog.at_level(logging.DEBUG, logger="dcp_rs"):
-            report = dcp_rs.load_state_dict(
-                {"w": torch.zeros(300_000, dtype=dtype)},
-                RsReader(ckpt, io=io),
-                planner=planner,
-                no_dist=True,
-            )
+        report = dcp_rs.load_state_dict(
+            {"w": torch.zeros(300_000, dtype=dtype)},
+            RsReader(ckpt, io=io),
+            planner=RsLoadPlanner(dtype_policy="cast"),
+            no_dist=True,
+        )
         assert report.bytes_read == 1_200_000
         if io != "auto":  # which takes what this file system is best at
             assert (report.bytes_mapped, report.bytes_direct) == (
@@ -90,10 +87,6 @@ def test_a_load_tells_which_way_the_bytes_came(ckpt, dtype, caplog):
                 0,
             )
         assert report.requests >= 1
-        (line,) = [
-            record.getMessage() for record in caplog.records if "requests" in record.getMessage()
-        ]
-        assert line.startswith(f"io='{io}': of 1.20 MB, ")
 
 
 def test_a_writer_reports_its_save(ckpt):

@@ -31,7 +31,7 @@ def silent():
 @pytest.mark.parametrize("save", [dcp_rs.save, save_rs])
 def test_first_save_of_a_process_warns_and_later_ones_do_not(ckpt, save):
     save_elsewhere(ckpt, save)
-    with pytest.warns(UserWarning, match=rf"{REPLACES} saved \d+-\d+-\d+ \d+:\d+ UTC at {ckpt}"):
+    with pytest.warns(UserWarning, match=rf"{REPLACES} at {ckpt}"):
         save(STATE, ckpt)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=REPLACES)

@@ -346,7 +346,7 @@ def load_while_a_rank_fails(base, root, how, victim):
             raise OSError("the search failed")
         return search(self, chunk)
 
-    def fail_to_read(self, number):
+    def fail_to_read(self):
         raise OSError("the read failed")
 
     if dist.get_rank() == victim:
@@ -373,8 +373,8 @@ def load_with_slow_peers(base, root):
 
     has_read, run, fill = threading.Event(), Load.run, PeerReads.fill
 
-    def run_and_tell(self, number):
-        run(self, number)
+    def run_and_tell(self):
+        run(self)
         has_read.set()
 
     def wait_and_fill(self, targets):

@@ -179,7 +179,7 @@ def warn_of_foreign_model(folder: Path) -> None:
 def is_foreign(name: str) -> bool:
     """Return whether a file name is that of a model or checkpoint of another library."""
     if name.endswith(".safetensors"):
-        return not is_data_file(name)
+        return _DATA_FILE.fullmatch(name) is None
     if name.startswith(("pytorch_model", "adapter_model")):
         return name.endswith((".bin", ".bin.index.json"))
     return name == STOCK_NAME or name.endswith(".safetensors.index.json")

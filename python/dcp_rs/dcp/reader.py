@@ -259,7 +259,7 @@ class RsReader(StorageReader):
                 watch(counts.expected, counts.expected)  # hidden destinations were not read
         clock.end("read")
         self.report = planner.report if isinstance(planner, RsLoadPlanner) else LoadReport()
-        self.report._finish(os.fspath(self.path), source.read.io, counts, clock, index)
+        self.report._finish(os.fspath(self.path), counts, clock, index)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -301,8 +301,6 @@ def pieces(targets: Sequence[Target], limit: int) -> Iterator[Piece]:
 
 #: Node, digests and types of send devices of an offer.
 Offered = tuple[int, list[bytes], list[str]]
-#: Number of classes of targets that a rank offers. Models have a few.
-_MAX_CLASSES = 64
 
 
 @dataclass
@@ -359,11 +357,8 @@ def offer(
         own = target.tensor.device.type
         send_type = own if own in sendable else "cpu" if "cpu" in sendable else sendable[0]
         classes.setdefault((send_type, cut), []).append(target)
-    by_size = sorted(
-        classes.items(), key=lambda entry: sum(target.nbytes for target in entry[1]), reverse=True
-    )
     found = Offer(dist.get_rank() // (local_ranks() or 1) if scope == "node" else 0)
-    for (send_type, _), members in by_size[:_MAX_CLASSES]:
+    for (send_type, _), members in classes.items():
         members.sort(key=lambda target: (target.index, tuple(target.offsets)))
         found.classes[_digest(source, send_type, members)] = send_type, members
     return found

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,10 +102,11 @@ class Destination:
         if self.store is None:
             make_folder(self.folder)
         is_local = self.rank is not None
-        if not self._overwrite and (
-            self._has_index(self.rank) or (not is_local and self._has_rank_index())
-        ):
-            raise self._exists()
+        if not self._overwrite:
+            # `begin` looks for rank-local saves on a store.
+            of_ranks = () if is_local or self.store else self.folder.glob(f"__[0-9]*.{INDEX_NAME}")
+            if self._has_index(self.rank) or any(of_ranks):
+                raise self._exists()
         if is_local and self._has_index(None):
             # Readers would go on to find the old checkpoint.
             msg = (
@@ -126,14 +125,14 @@ class Destination:
             CheckpointExistsError: on a store, a checkpoint is there that may not be replaced.
         """
         if self.store is None:
-            if self._has_index(self.rank) and not is_known(self.folder):
-                self._warn_of_unknown(_index_name(self.rank))
+            if self._has_index(self.rank):
+                self._warn_unless_known()
             return _core.next_generation(self.folder)
         generation = self.store.begin(self.folder, self.rank)
         if (self.store.replaces or self.store.replaces_ranks) and not self._overwrite:
             raise self._exists()
-        if self.store.replaces and not is_known(self.path):
-            self._warn_of_unknown(None)
+        if self.store.replaces:
+            self._warn_unless_known()
         if not self.store.keeps_conditions:
             warn_caller(
                 f"the store of {self.path} ignores conditions, or gives its index no strong tag: "
@@ -236,18 +235,13 @@ class Destination:
                 if isinstance(error, SaveInProgressError):  # the folder is locked
                     break
 
-    def _warn_of_unknown(self, index: str | None) -> None:
-        """Warn of the save that this one replaces. ``index`` is its file, in a folder."""
-        saved = ""
-        with suppress(OSError):  # replaced meanwhile
-            if index is not None:
-                modified = time.gmtime((self.folder / index).stat().st_mtime)
-                saved = f" saved {time.strftime('%Y-%m-%d %H:%M', modified)} UTC"
-        warn_caller(
-            f"this save replaces the checkpoint{saved} at {self.path}, which this process has "
-            "neither loaded nor saved. If you meant to resume, load it first, if "
-            "dcp_rs.exists(path). overwrite=False replaces nothing"
-        )
+    def _warn_unless_known(self) -> None:
+        if not is_known(self.folder):
+            warn_caller(
+                f"this save replaces the checkpoint at {self.path}, which this process has neither "
+                "loaded nor saved. If you meant to resume, load it first, if dcp_rs.exists(path). "
+                "overwrite=False replaces nothing"
+            )
 
     def _exists(self) -> CheckpointExistsError:
         return CheckpointExistsError(
@@ -259,15 +253,7 @@ class Destination:
     def _has_index(self, rank: int | None) -> bool:
         if self.store is not None:
             return self.store.has_index(self.folder, rank)
-        return (self.folder / _index_name(rank)).exists()
-
-    def _has_rank_index(self) -> bool:
-        """Return whether a folder holds a rank-local save. `begin` looks on a store."""
-        return self.store is None and any(self.folder.glob(f"__[0-9]*.{INDEX_NAME}"))
-
-
-def _index_name(rank: int | None) -> str:
-    return INDEX_NAME if rank is None else rank_index_name(rank)
+        return (self.folder / (INDEX_NAME if rank is None else rank_index_name(rank))).exists()
 
 
 def _bucket(url: Path) -> list[str]:

@@ -483,7 +483,7 @@ def _read(plan: Plan, ranks: RankGroup, reply: cache_sharing.CommonReads | None)
         if watch is not None and counts.expected:
             watch(counts.expected, counts.expected)  # hidden tensors were not read
     plan.clock.end("read")
-    reads.report._finish(os.fspath(source.path), source.read.io, counts, plan.clock, plan.index)
+    reads.report._finish(os.fspath(source.path), counts, plan.clock, plan.index)
 
 
 def _prepare(plan: Plan, job: Load, received: Mapping[int, bytes] | None = None) -> None:

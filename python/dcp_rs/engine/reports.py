@@ -99,9 +99,7 @@ class LoadReport(_Timed):
     fallbacks: list[str] = field(default_factory=list)
     bytes_from_tiers: dict[str, int] = field(default_factory=dict)
 
-    def _finish(
-        self, path: str, io: str, counts: Counts, clock: Phases, index: _core.Index
-    ) -> None:
+    def _finish(self, path: str, counts: Counts, clock: Phases, index: _core.Index) -> None:
         """Take the counts and times of a load that is over, and log them."""
         self.path = path
         self.bytes_wanted, self.bytes_read = counts.wanted, counts.read
@@ -109,11 +107,6 @@ class LoadReport(_Timed):
         self.bytes_verified, self.requests = counts.verified, counts.requests
         self.fallbacks = counts.fallbacks
         self.bytes_from_tiers = {str(tier): n for tier, n in index.take_delivered() if n}
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug(
-                "io=%r: of %s, %s from mappings, %s past the page cache, in %d requests",
-                *(io, size(counts.read), size(counts.mapped), size(counts.direct), counts.requests),
-            )
         clock.report(self)
 
     def __str__(self) -> str:
