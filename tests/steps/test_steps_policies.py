@@ -82,10 +82,25 @@ def test_keep_within(times, seconds, kept):
         ({1: 10, 2: 20, 3: 10_000, 4: 111}, {3, 4}),
         ({1: 9_000, 2: 10_000}, {1, 2}),
         ({1: 10, 2: 100, 3: 130}, {2, 3}),  # within what clocks differ by
+        ({1: 9_000, 2: 60, 3: 9_000, 4: 80}, {1, 2, 3, 4}),
     ],
 )
 def test_no_step_is_compared_with_one_of_the_future(times, kept):
     """One step that was stamped a year ahead had all others removed."""
+    assert keep_within([Saved(n, saved=t) for n, t in times.items()], 30, now=110) == kept
+
+
+@pytest.mark.parametrize(
+    ("times", "kept"),
+    [
+        ({1: 10, 2: 90, 3: 0}, {1, 2, 3}),  # nothing tells how old the others are
+        ({1: 10, 2: 90, 3: 0, 4: 110}, {2, 3, 4}),
+        ({1: 10, 2: 90, 3: 0, 4: 100, 5: 1, 6: 2, 7: 105}, {2, 3, 4, 5, 6, 7}),
+        ({1: 10, 2: 0, 3: 20, 4: 100}, {4}),
+    ],
+)
+def test_no_step_is_compared_with_one_of_the_past(times, kept):
+    """One step whose clock was behind had all steps before it removed, and then itself."""
     assert keep_within([Saved(n, saved=t) for n, t in times.items()], 30, now=110) == kept
 
 

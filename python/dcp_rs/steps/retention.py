@@ -34,18 +34,20 @@ def keep_every(steps: Iterable[Step], interval: int) -> set[int]:
 
 
 def keep_within(steps: Iterable[Step], seconds: float, now: float = math.inf) -> set[int]:
-    """Return the steps saved within ``seconds`` of the newest.
+    """Return the steps saved within ``seconds`` of the newest, and those saved after one of them.
 
-    A pause of the run does not count. No step counts as later than ``now``, or than a newer step:
-    its clock was wrong. No step is compared with one of a wrong clock.
+    A pause of the run does not count. The order of steps is certain, and clocks may be wrong. So a
+    step stays if one before it does. A time later than ``now``, or than that of the newest step,
+    says nothing: its step stays if the next one does.
     """
-    latest = now + _CLOCK_SKEW
-    newest, times = -math.inf, dict[int, float]()
-    for step in sorted(steps, key=lambda step: step.age, reverse=True):
-        if newest == -math.inf and step.saved <= latest:
-            newest = step.saved
-        times[step.number] = latest = min(latest, step.saved)
-    return {number for number, saved in times.items() if saved >= newest - seconds}
+    ordered = sorted(steps, key=lambda step: step.age)
+    times = [step.saved for step in ordered]
+    newest = next((time for time in reversed(times) if time <= now + _CLOCK_SKEW), math.inf)
+    within = (at for at, time in enumerate(times) if newest - seconds <= time <= newest)
+    first = next(within, 0)
+    while first and times[first - 1] > newest:
+        first -= 1
+    return {step.number for step in ordered[first:]}
 
 
 def keep_best(
