@@ -41,7 +41,7 @@ from dcp_rs.training.load import TrainingLoad, TrainingOptions
 from dcp_rs.training.optimizers import is_fsdp1, joined, model_state, optimizer_state
 from dcp_rs.training.partial_load import parts_of
 from dcp_rs.training.sources import MODEL, OPTIM
-from dcp_rs.training.versions import VERSIONS, gather_versions, noted
+from dcp_rs.training.versions import noted
 
 __all__ = [
     "PerRank",
@@ -67,8 +67,7 @@ def training_state(
 ) -> dict[str, Any]:
     """Return the state dict that :func:`save_training_state` saves, for other functions that save.
 
-    It has ``"model"`` and ``"optim"`` as torch's ``get_state_dict`` returns them, ``"extra"``, and
-    ``"model_versions"``: the versions of modules.
+    It has ``"model"`` and ``"optim"`` as torch's ``get_state_dict`` returns them, and ``"extra"``.
     Tensors are those of the model and the optimizers. Buffers are copies, so that a forward pass
     may write to them while ``async_staging=True`` copies the rest.
 
@@ -121,8 +120,7 @@ def _training_state(
             state[OPTIM] = {"param_groups": optim["param_groups"]}
         if strict and OPTIM in state:
             check_values(OPTIM, without_tensors(state[OPTIM]))
-        state[VERSIONS] = gather_versions(models, ranks)
-        state[MODEL] = noted(state[MODEL], models, state[VERSIONS])
+        state[MODEL] = noted(state[MODEL], models, ranks)
         if extra:
             state[EXTRA] = {name: state_of(value) for name, value in extra.items()}
             if strict:

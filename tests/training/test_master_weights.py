@@ -183,7 +183,7 @@ def test_errors_say_where_an_optimizer_of_copies_goes(tmp_path):
     with pytest.raises(PlanError, match=r"pass the optimizer and the copies in extra="):
         save_training_state(tmp_path, model, outer.optimizer)
     save_training_state(tmp_path, model, None, {"outer": outer})
-    with pytest.raises(PlanError, match=r"as it was saved, in extra=\{'outer': ...\}"):
+    with pytest.raises(PlanError, match=r"or load it in extra= if it was saved there"):
         load_training_state(tmp_path, model, optimizer)
     again = Outer(start(1)[0])
     load_training_state(tmp_path, model, None, {"outer": again})

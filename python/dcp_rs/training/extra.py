@@ -13,7 +13,7 @@ from dcp_rs import _torch
 from dcp_rs._arguments import type_of
 from dcp_rs._log import current_rank
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.names import natural
+from dcp_rs.checkpoint.names import some
 from dcp_rs.engine.matching import EntryInfo
 from dcp_rs.errors import PlanError, UnsafePickleError
 from dcp_rs.tensors import pickles
@@ -32,9 +32,6 @@ EXTRA = "extra"
 _RANK = "rank"
 #: The same, of those with a key.
 _KEY = "key"
-#: The most keys in a message.
-_SHOWN = 8
-
 
 #: A function of the saved states by key, the key of this rank, and the keys of all ranks.
 Reshard = Callable[[dict[Any, Any], Any, list[Any]], Any]
@@ -328,7 +325,7 @@ class SavedExtra:
         self.template = {key: memory for one in values for key, memory in one.template.items()}
         if any(one.is_saved for one in values):
             return
-        if isinstance(value, PerRank) and partial_load.includes(whole):  # keys were compared
+        if isinstance(value, RngState) and partial_load.includes(whole):  # it has warned
             partial_load.report.missing.append(whole)
         else:
             advice = (
@@ -377,37 +374,17 @@ def _takes_all(name: str, value: PerRank, keys: Collection[str], owners: Mapping
                 "the checkpoint has none of it"
             )
         return False
-    if set(owners) == set(keys):
+    if not keys or set(owners) == set(keys):
         return False
-    if keys and value.reshard is not None:
+    if value.reshard is not None:
         return True
-    if not keys:
-        raise PlanError(f"the checkpoint has no {name!r}", tensor=name)
-    saved, now = _list_keys(keys), _list_keys(owners)
-    lost = [key for key in keys if key not in owners]
-    result = f"the state of {_list_keys(lost)} would be lost" if lost else "there is not one each"
     msg = (
-        f"{name!r} was saved for {saved}, and the ranks that load it are {now}: {result}. To "
-        "divide the saved states anew, pass PerRank(value, key, reshard=function)"
+        f"{name!r} was saved for {some(keys)}, and the ranks that load it are {some(owners)}. To "
+        "divide the saved states anew, pass PerRank(value, key, reshard=function). If the state is "
+        "not of a rank but of a data-parallel rank, say so in the save and the load: "
+        "PerRank(value, key=data_parallel_rank)"
     )
-    if value.key is None:
-        msg += (
-            ". If the state is not of a rank but of a data-parallel rank, say whose it is when you "
-            "save and when you load: PerRank(value, key=data_parallel_rank)"
-        )
     raise PlanError(msg, tensor=name)
-
-
-def _list_keys(keys: Collection[str]) -> str:
-    """Return keys for a message, as ``rank 0, 1`` and ``key 0, 1``."""
-    parts = []
-    for prefix in (_RANK, _KEY):
-        found = sorted((key for key in keys if key.startswith(prefix)), key=natural)
-        if found:
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            named = ", ".join(key.removeprefix(prefix) for key in found[:_SHOWN])
-            parts.append(f"{prefix} {named}{more}")
-    return " and ".join(parts)
 
 
 def _owner_of(key: str, *, is_text: bool) -> int | str:
@@ -455,14 +432,14 @@ def _memory(entry: EntryInfo, own: Any, *, as_saved: bool) -> torch.Tensor | Non
     """Return memory for an entry: the caller's own tensor, if it fits; None for a value."""
     if entry.dtype is None or not isinstance(own, torch.Tensor):
         return new_memory(entry)
-    is_whole = type(own) in _torch.PLAIN_TYPES
-    if not as_saved or (tuple(global_shape(own)) != entry.shape and not is_whole):
-        return own  # if it is sharded and has another shape, the load raises
-    if tuple(global_shape(own)) != entry.shape:
-        return torch.empty(entry.shape, dtype=entry.dtype, device=own.device)
-    if own.dtype == entry.dtype:
+    fits = tuple(global_shape(own)) == entry.shape
+    if not as_saved or (fits and own.dtype == entry.dtype):
         return own
-    return _torch.empty_like(own.detach(), dtype=entry.dtype, device=own.device)
+    if fits:
+        return _torch.empty_like(own.detach(), dtype=entry.dtype, device=own.device)
+    if type(own) in _torch.PLAIN_TYPES:
+        return torch.empty(entry.shape, dtype=entry.dtype, device=own.device)
+    return own  # it is sharded: the load raises
 
 
 def _tensors(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torch.Tensor]:

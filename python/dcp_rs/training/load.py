@@ -28,7 +28,7 @@ from dcp_rs.training.saved_optimizers import SavedOptimizers, saved_optimizers
 from dcp_rs.training.saved_tree import join
 from dcp_rs.training.settings import KeepSettings
 from dcp_rs.training.sources import MODEL, OPTIM, Part, Parts
-from dcp_rs.training.versions import VERSIONS, Versions, saved_versions, with_versions
+from dcp_rs.training.versions import Versions, saved_versions, with_versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class TrainingLoad:
         self._may_be_sent = open_reader(path)._source.find_routes is not None
         self._puts: list[Callable[[Mapping[str, Any]], None]] = []
         #: Names that no template has: they were read before, or are entries of other ranks.
-        self._known: list[str] = [VERSIONS]
+        self._known: list[str] = []
         self._left = LoadReport()
         self.report = LoadReport()
         if any(param.is_meta for model in models for param in model.parameters()):
@@ -111,7 +111,7 @@ class TrainingLoad:
         def request() -> engine.LoadRequest:
             part = self._parts.optimizer(self._options.key)
             names = part.entries.below(join(part.prefix, "param_groups"))
-            for name, entry in part.entries.find([*names, VERSIONS]).items():
+            for name, entry in part.entries.find(names).items():
                 self._parts.sent[name] = new_memory(entry)
             return engine.LoadRequest(self._parts.sent, part.reader._source, is_part=True)
 
@@ -123,7 +123,7 @@ class TrainingLoad:
         part = self._parts.optimizer(self._options.key)
         self._known.append(join(part.prefix, "param_groups"))
         left = self._partial(part, "optimizer", OPTIM)
-        return saved_optimizers(left, needed=self._extra is None, rename=self._options.rename)
+        return saved_optimizers(left, self._options.rename)
 
     def _gather_owners(self, ranks: RankGroup) -> dict[str, dict[str, Any]]:
         """Return the keys of the values of all ranks, by the names of their entries."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from dcp_rs.errors import PlanError
 from dcp_rs.options import Rename
-from dcp_rs.training.extra import EXTRA
 from dcp_rs.training.names import StoredNames
 from dcp_rs.training.optimizers import settings_of
 from dcp_rs.training.partial_load import PartialLoad
@@ -15,14 +14,11 @@ from dcp_rs.training.saved_tree import join, path_of
 from dcp_rs.training.sources import Part
 
 
-def saved_optimizers(
-    partial_load: PartialLoad, *, needed: bool = False, rename: Rename = None
-) -> SavedOptimizers | None:
+def saved_optimizers(partial_load: PartialLoad, rename: Rename = None) -> SavedOptimizers | None:
     """Return the optimizer state under a key; None if there is none, or the load excludes it.
 
     Args:
         partial_load: the place of the state, and what is left alone.
-        needed: raise if there is no state, in a partial load too.
         rename: as for :func:`dcp_rs.load`, of names of parameters below ``model``.
 
     Raises:
@@ -36,8 +32,8 @@ def saved_optimizers(
         return None
     tree = part.entries.tree(path_of(base), may_be_flat=True)
     if not tree.paths:
-        if needed or not partial_load.is_partial:
-            raise _not_there(part, base, needed=needed)
+        if not partial_load.is_partial:
+            raise _not_there(part, base)
         partial_load.report.missing.append(part.prefix)
         return None
     groups = _groups(tree.build({name: part.read(name) for name in tree.paths}), base)
@@ -47,27 +43,21 @@ def saved_optimizers(
     return SavedOptimizers(partial_load, groups, rename)
 
 
-def _not_there(part: Part, base: str, *, needed: bool) -> PlanError:
+def _not_there(part: Part, base: str) -> PlanError:
     """Return the error for a checkpoint without optimizer state."""
     if part.reader.source == "safetensors":
         msg = "the checkpoint holds a model alone: load it without an optimizer"
         return PlanError(msg, tensor=base)
-    msg = f"the checkpoint has no optimizer state under {part.prefix!r}: there is no {base!r}"
     above = (f".{name}".partition(".param_groups") for name in part.entries.names)
     other = next((before.removeprefix(".") for before, found, _ in above if found), None)
-    if other is not None and other.startswith(f"{EXTRA}."):
-        entry = other.split(".")[1]
-        msg += (
-            f". There is one under {other!r}: load it as it was saved, in extra={{{entry!r}: ...}}"
-        )
-    elif other is not None:
-        msg += (
-            f". There is one under {other!r}: pass names={{'optimizer': {other!r}}}, or "
-            f"load_optim_state_dict(..., key={other!r})"
-        )
-    elif not needed:
-        msg += ". To load the rest, pass partial={'optimizer'}, or no optimizer"
-    return PlanError(msg, tensor=base)
+    advice = (
+        "To load the rest, pass partial={'optimizer'}, or no optimizer"
+        if other is None
+        else f"There is one under {other!r}: pass names={{'optimizer': {other!r}}}, or "
+        f"load_optim_state_dict(..., key={other!r}); or load it in extra= if it was saved there"
+    )
+    msg = f"the checkpoint has no optimizer state under {part.prefix!r}: there is no {base!r}. "
+    return PlanError(msg + advice, tensor=base)
 
 
 def _groups(saved: Any, base: str) -> list[dict[str, Any]]:

@@ -14,8 +14,6 @@ from dcp_rs.tensors.nesting import moved_versions
 from dcp_rs.training.names import unwrapper
 from dcp_rs.training.sources import Part
 
-#: The key of the versions in the checkpoint. It is not below the model, whose entries are tensors.
-VERSIONS = "model_versions"
 #: The version of a module that does not say its own.
 _FIRST = 1
 
@@ -30,51 +28,38 @@ def saved_versions(part: Part, names: Iterable[tuple[str, str]]) -> Versions | N
         part: the checkpoint, and the place of the model in it.
         names: the stored name of each entry of the model, and the name that it has now.
     """
-    if VERSIONS in part.entries:
-        saved = dict(part.read(VERSIONS))
-        return lambda name: saved.get(name, _FIRST)
-    if part.reader.source != "torch":
+    saved = part.entries.versions(part.path)
+    # torch takes state in its files without versions for that of old modules.
+    if not saved and part.reader.source != "torch":
         return None
-    # torch takes state without versions for that of old modules.
-    moved = moved_versions(part.entries.versions(part.path), names)
-    return lambda name: moved.get(name, {}).get("version")
-
-
-def gather_versions(
-    models: Iterable[torch.nn.Module], ranks: RankGroup
-) -> tuple[tuple[str, int], ...]:
-    """Return the versions of all ranks' modules by name, except for first ones. A collective."""
-
-    def versions() -> list[tuple[str, int]]:
-        return [
-            (unwrap(name), version)
-            for model in models
-            for unwrap in (unwrapper(model),)
-            for name, module in model.named_modules()
-            if (version := _torch.module_version(module)) not in (None, _FIRST)
-        ]
-
-    return tuple(dict(pair for of_rank in ranks.all_gather(versions) for pair in of_rank).items())
+    moved, other = moved_versions(saved, names), {"version": _FIRST} if saved else {}
+    return lambda name: moved.get(name, other).get("version")
 
 
 def noted(
-    state: Mapping[str, Any],
-    models: Iterable[torch.nn.Module],
-    gathered: Iterable[tuple[str, int]],
+    state: Mapping[str, Any], models: Iterable[torch.nn.Module], ranks: RankGroup
 ) -> OrderedDict[str, Any]:
     """Return a state dict of models that notes the versions of modules as torch's does.
+
+    It notes those of all ranks, since the state dict of one rank tells them. A collective.
 
     Args:
         state: the values, by names without wrappers.
         models: the modules of this rank.
-        gathered: the versions of all ranks' modules.
+        ranks: the ranks that save.
     """
+    own = {
+        unwrap(name): _torch.module_version(module) or _FIRST
+        for model in models
+        for unwrap in (unwrapper(model),)
+        for name, module in model.named_modules()
+    }
+    # Most are first ones, which are taken for granted.
+    later = {name: version for name, version in own.items() if version != _FIRST}
+    for of_rank in ranks.all_gather(lambda: later):
+        own |= of_rank
     whole = OrderedDict(state)
-    versions = dict[str, int]()
-    for model in models:
-        versions |= dict.fromkeys(map(unwrapper(model), dict(model.named_modules())), _FIRST)
-    versions |= gathered
-    _torch.set_module_versions(whole, {name: {"version": v} for name, v in versions.items()})
+    _torch.set_module_versions(whole, {name: {"version": v} for name, v in own.items()})
     return whole
 
 
