@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -52,6 +51,7 @@ __all__ = [
     "training_state",
 ]
 
+T = TypeVar("T")
 Models = torch.nn.Module | Iterable[torch.nn.Module]
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -371,50 +371,32 @@ def _checked(
         if is_stateful(extra):
             msg += ", such as {'scheduler': scheduler}"
         raise TypeError(msg)
-    return _modules(model), _several(optimizers)
-
-
-def _modules(model: Models) -> tuple[torch.nn.Module, ...]:
-    if isinstance(model, torch.nn.Module):
-        return (model,)
-    type_name = type(model).__name__
-    if isinstance(model, Mapping):
-        raise TypeError(f"model is a state dict ({type_name}): pass the module that it is of")
-    if isinstance(model, str | os.PathLike):
-        raise TypeError("the path comes first, then the model")
-    models = tuple(model) if isinstance(model, Iterable) else ()
-    if not models or not all(isinstance(one, torch.nn.Module) for one in models):
-        if isinstance(model, type):
-            raise TypeError(f"model is {type_of(model)}: pass an instance of it")
-        type_names = ", ".join(sorted({type(one).__name__ for one in models})) or type_name
-        raise TypeError(f"model is of type {type_names}: pass a torch.nn.Module, or several")
+    models = _several(model, torch.nn.Module, "model", "pass a torch.nn.Module, or several")
+    if not models:
+        raise TypeError("model is empty: pass a torch.nn.Module, or several")
     if models[1:] and any(map(is_fsdp1, models)):
         msg = (
             "several modules, of which one is of FSDP1 (FullyShardedDataParallel): "
             "wrap them in one, or use fully_shard"
         )
         raise UnsupportedError(msg)
-    return models
+    advice = (
+        "pass a torch.optim.Optimizer, or several. If it wraps one, pass that, and its own state "
+        "in extra=; if it trains copies of the parameters, all of it in extra="
+    )
+    several = () if optimizers is None else optimizers
+    return models, _several(several, Optimizer, "an optimizer", advice)
 
 
-def _several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
-    if optimizers is None or isinstance(optimizers, Optimizer):
-        return () if optimizers is None else (optimizers,)
-    if isinstance(optimizers, Mapping):
-        msg = (
-            f"optimizers is a state dict ({type(optimizers).__name__}): pass the optimizer itself, "
-            "or a list of several"
-        )
-        raise TypeError(msg)
-    several = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
-    other = next((one for one in several if not isinstance(one, Optimizer)), None)
-    if isinstance(other, type):
-        raise TypeError(f"an optimizer is {type_of(other)}: pass an instance of it")
-    if other is not None:
-        msg = (
-            f"an optimizer is of type {type(other).__name__}, which is not a "
-            "torch.optim.Optimizer: pass the optimizer that it wraps, and its own state in extra=; "
-            "if it trains copies of the parameters, all of it in extra="
-        )
-        raise TypeError(msg)
+def _several(value: Any, cls: type[T], what: str, advice: str) -> tuple[T, ...]:
+    """Return an argument that is of a class, or its items, which are.
+
+    Raises:
+        TypeError: one is of another class.
+    """
+    has_items = isinstance(value, Iterable) and not isinstance(value, cls | str | Mapping)
+    several = tuple(value) if has_items else (value,)
+    wrong = [one for one in several if not isinstance(one, cls)]
+    if wrong:
+        raise TypeError(f"{what} is {type_of(wrong[0])}: {advice}")
     return several

@@ -33,13 +33,16 @@ class Wrapper:
     [
         (
             lambda m, o: (m.state_dict(), o),
-            r"model is a state dict \(OrderedDict\): pass the module",
+            r"model is OrderedDict: pass a torch.nn.Module",
         ),
-        (lambda m, o: (None, o), r"model is of type NoneType: pass a torch.nn.Module"),
-        (lambda m, o: ([m, 3], o), r"model is of type Linear, int: pass"),
-        (lambda m, o: (m, Wrapper(o)), r"type Wrapper, which is not a torch.optim.Optimizer: pass"),
-        (lambda m, o: (m, [o, m]), r"type Linear, which is not a torch.optim.Optimizer"),
-        (lambda m, o: (m, o.state_dict()), r"a state dict .*: pass the optimizer itself"),
+        (lambda m, o: (None, o), r"model is NoneType: pass a torch.nn.Module"),
+        (lambda m, o: ([m, 3], o), r"model is int: pass"),
+        (lambda m, o: (m, Wrapper(o)), r"is Wrapper: pass a torch.optim.Optimizer"),
+        (lambda m, o: (m, [o, m]), r"is Linear: pass a torch.optim.Optimizer"),
+        (
+            lambda m, o: (m, o.state_dict()),
+            r"an optimizer is dict: pass a torch.optim.Optimizer",
+        ),
         (lambda m, o: (m, o, [3]), r"extra is of type list: pass a dict"),
     ],
 )
@@ -52,7 +55,7 @@ def test_wrong_type(ckpt, wrong, message):
     ):
         with pytest.raises(TypeError, match=message) as caught:
             call(*wrong(*job()))
-        assert len(str(caught.value)) < 200
+        assert len(str(caught.value)) < 240
 
 
 def test_no_optimizer_is_none(ckpt):

@@ -80,7 +80,6 @@ class TrainingLoad:
         self._puts: list[Callable[[Mapping[str, Any]], None]] = []
         #: Names that no template has: they were read before, or are entries of other ranks.
         self._known: list[str] = []
-        self._left = LoadReport()
         self.report = LoadReport()
         if any(param.is_meta for model in models for param in model.parameters()):
             msg = (
@@ -101,7 +100,7 @@ class TrainingLoad:
         ranks.run(self._end)
 
     def _partial(self, part: Part, name: str, usual: str) -> PartialLoad:
-        return PartialLoad(part, self._names, self._left, usual, name in self._options.partial)
+        return PartialLoad(part, self._names, self.report, usual, name in self._options.partial)
 
     # --- templates
 
@@ -184,7 +183,7 @@ class TrainingLoad:
             if self._names.wants(join(MODEL, fqn)):
                 part.template[name_of[fqn]] = value
             else:
-                self._left.excluded.append(join(MODEL, fqn))
+                self.report.excluded.append(join(MODEL, fqn))
         versions = saved_versions(part, ((name[start:], fqn) for fqn, name in name_of.items()))
 
         def put(loaded: Mapping[str, Any]) -> None:
@@ -223,10 +222,9 @@ class TrainingLoad:
             loaded |= template
         for put in self._puts:
             put(loaded)
-        report, left = self.report, self._left
-        for name in ("missing", "excluded", "incomplete", "shape_mismatched"):
-            getattr(report, name).extend(getattr(left, name))
-        known = {*left.excluded, *left.incomplete, *(one.name for one in left.shape_mismatched)}
+        report = self.report
+        mismatched = (one.name for one in report.shape_mismatched)
+        known = {*report.excluded, *report.incomplete, *mismatched}
         above = tuple(f"{name}." for name in self._known)
         report.unexpected = [
             name
