@@ -17,7 +17,6 @@ import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
 from support import assert_state_equal, run_ranks
 from support.both import save_rs, save_stock
-from support.forged import save_with_hole
 
 SAVED = {f"w{i}": torch.arange(4096.0).reshape(64, 64) + i for i in range(4)}
 
@@ -134,16 +133,6 @@ def test_another_shape_is_an_error(folder, dtype):
         dcp_rs.load_state_dict(
             fresh(dtype), RsReader(folder / "rs"), planner=with_finish_plan(RsLoadPlanner, shrink)
         )
-
-
-def test_replaced_memory_of_a_tensor_with_a_hole(tmp_path):
-    save_with_hole(tmp_path)
-    state = {"w": torch.full((8, 1), -2.0)}
-    planner = with_finish_plan(
-        RsLoadPlanner, lambda state: other_memory(state["w"]), allow_partial_load=True
-    )
-    dcp_rs.load_state_dict(state, RsReader(tmp_path), planner=planner)
-    assert state["w"].flatten().tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
 
 
 def load_shards(folder):
