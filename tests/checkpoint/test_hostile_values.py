@@ -189,7 +189,7 @@ DAMAGED = {
 
 def mutations():
     """A good value with a bit of the file flipped, and with bytes of its pickle changed by somebody who mends the checksum."""
-    data = pickles.dump(VALUE)
+    data = pickles.dump("v", VALUE)
     for at in range(0, len(data), 5):
         yield data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
     with zipfile.ZipFile(io.BytesIO(data)) as file:
@@ -275,12 +275,12 @@ def test_values_of_torch_are_let_through():
     within = [1]
     within.append(within)
     for value in [*values, nested]:
-        got = pickles.load("v", pickles.dump(value), weights_only=True)
+        got = pickles.load("v", pickles.dump("v", value), weights_only=True)
         if isinstance(value, torch.Tensor):
             assert same_bits(got, value)
         elif not isinstance(value, dict | tuple | list):
             assert got == value
-    got = pickles.load("v", pickles.dump(within), weights_only=True)
+    got = pickles.load("v", pickles.dump("v", within), weights_only=True)
     assert got[1] is got
 
 
@@ -320,7 +320,7 @@ class Gone:
 
 
 def test_without_the_check_errors_have_types_too(monkeypatch):
-    data = pickles.dump(Gone())
+    data = pickles.dump("v", Gone())
     assert isinstance(pickles.load("v", data, weights_only=False), Gone)
     monkeypatch.delattr(sys.modules[__name__], "Gone")
     with pytest.raises(UnsupportedError, match=r"'v' cannot be unpickled here: .*Gone"):

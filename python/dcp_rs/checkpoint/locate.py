@@ -92,14 +92,14 @@ class LoadSource:
         """
         of_read, rest = split_options(options, ReadOptions)
         check_choice("replicas", rest.get("replicas", "each"), "each", "node", "all")
-        weights_only = rest.pop("weights_only", None)
+        weights_only, tiers = rest.pop("weights_only", None), rest.pop("tiers", None)
         check_choice("weights_only", weights_only, True, False, None)
         return cls(
             path=location(path),
             read=ReadOptions(**of_read),
             weights_only=weights_only is None or weights_only,
             views=Views.of(rest.pop("dequantize", None), rest.pop("views", None)),
-            tiers=_tiers_of(rest.pop("tiers", None)),
+            tiers=None if tiers is None else _tiers_of(tiers),
             **rest,
         )
 
@@ -249,14 +249,14 @@ class Tiers:
     opened: list[_core.Index] | None = None
 
 
-def _tiers_of(tiers: Tiers | Iterable[StrPath] | None) -> Tiers | None:
+def _tiers_of(tiers: Tiers | Iterable[StrPath]) -> Tiers:
     """Return the tiers for the option ``tiers``.
 
     Raises:
         TypeError: one path in place of several.
         UnsupportedError: a URL.
     """
-    if isinstance(tiers, Tiers | None):
+    if isinstance(tiers, Tiers):
         return tiers
     if isinstance(tiers, str | os.PathLike) or not isinstance(tiers, Iterable):
         msg = f"tiers={tiers!r}: pass a list of folders"

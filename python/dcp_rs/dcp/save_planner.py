@@ -119,7 +119,7 @@ class RsSavePlanner(DefaultSavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
         """Transform as torch does, and cast to ``dtype``. An error about a value names it."""
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(pickles.dump_named(write_item.index.fqn, object))
+            return io.BytesIO(pickles.dump(write_item.index.fqn, object))
         made = super().transform_object(write_item, object)
         if not isinstance(made, torch.Tensor) or is_counter(write_item.index.fqn, made.shape):
             return made

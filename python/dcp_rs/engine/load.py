@@ -410,13 +410,14 @@ def compare(summaries: list[_PlanSummary]) -> list[cache_sharing.CommonReads | N
             there are entries.
     """
     path = summaries[0].path
+    if len(summaries) == 1:
+        check_something([summaries[0].nothing_to_load], path)
+        return [None]
     if len(replicas := {summary.replicas for summary in summaries}) > 1:
         msg = f"the ranks give replicas= different values: {sorted(replicas)}"
         raise PlanError(msg, path=path)
     check_same_save(((each.is_of_all, each.save_id) for each in summaries), path)
     check_something((each.nothing_to_load for each in summaries), path)
-    if len(summaries) == 1:
-        return [None]
     return cache_sharing.compare_samples([summary.sample for summary in summaries])
 
 

@@ -253,8 +253,14 @@ class Writes:
         self.keep = keep
         self.entries = [self.entries[i] for i in self.plan.kept_others(keep)]
         for entry in self.entries:
-            if entry.data is None:
-                entry.data = dump(entry.fqn, entry.value, strict=strict)
+            fqn, value = entry.fqn, entry.value
+            if entry.data is not None:
+                continue
+            if isinstance(value, torch.Tensor):
+                entry.data = as_object(fqn, value)
+            else:
+                entry.data = pickles.dump(fqn, value)
+                pickles.warn_unless_loadable(fqn, value, entry.data, strict=strict)
 
 
 def plan_locally(
@@ -403,22 +409,6 @@ def refuse_meta(fqn: str, tensor: torch.Tensor) -> None:
         raise UnsupportedError(msg, tensor=fqn)
 
 
-def dump(fqn: str, value: Any, *, strict: bool) -> bytes:
-    """Return the bytes of a value, or of a tensor that raw bytes cannot hold.
-
-    It warns of a value that will not load under ``weights_only=True``.
-
-    Raises:
-        UnsafePickleError: a value will not load, and ``strict`` is set.
-        UnsupportedError: a value does not pickle, or a tensor will not load.
-    """
-    if isinstance(value, torch.Tensor):
-        return as_object(fqn, value)
-    data = pickles.dump_named(fqn, value)
-    pickles.warn_unless_loadable(fqn, value, data, strict=strict)
-    return data
-
-
 def as_object(fqn: str, tensor: torch.Tensor) -> bytes:
     """Return the ``torch.save`` bytes of a tensor that raw bytes cannot hold.
 
@@ -426,7 +416,7 @@ def as_object(fqn: str, tensor: torch.Tensor) -> bytes:
         UnsupportedError: the bytes would not load under ``weights_only=True``.
     """
     try:
-        data = pickles.dump_named(fqn, tensor)
+        data = pickles.dump(fqn, tensor)
         pickles.check_loadable(fqn, data)
     except DcpRsError as error:
         msg = (

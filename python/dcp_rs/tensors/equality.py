@@ -35,7 +35,7 @@ def same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, set | frozenset):
         return sorted(map(repr, one)) == sorted(map(repr, other))
-    dump = pickle.dumps if type(one).__module__ == "builtins" else pickles.dump
+    dump = pickle.dumps if type(one).__module__ == "builtins" else _dump
     return dump(one) == dump(other)
 
 
@@ -45,6 +45,10 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     # torch copies no dtypes of bits.
     as_stored = plain.view(torch.uint8) if plain.element_size() == 1 else as_integers(plain)
     return flat_bytes(as_stored.contiguous())
+
+
+def _dump(value: Any) -> bytes:
+    return pickles.dump("", value)
 
 
 def _same_mappings(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
@@ -62,7 +66,7 @@ def _same_mappings(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
 
 def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     if type(one) not in PLAIN_TYPES:
-        return pickles.dump(one) == pickles.dump(other)
+        return _dump(one) == _dump(other)
 
     def facts(tensor: torch.Tensor) -> tuple[Any, ...]:
         return tensor.dtype, tensor.shape, tensor.layout, tensor.device, tensor.requires_grad
@@ -73,5 +77,5 @@ def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     if one.is_quantized or one.layout != torch.strided:
         # The clones hold no more than their elements.
-        return pickles.dump(one.detach().clone()) == pickles.dump(other.detach().clone())
+        return _dump(one.detach().clone()) == _dump(other.detach().clone())
     return torch.equal(raw_bytes(one), raw_bytes(other))

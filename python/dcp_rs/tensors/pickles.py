@@ -30,26 +30,21 @@ _IMMUTABLE = (
 )
 
 
-def dump(value: Any) -> bytes:
-    """Return the ``torch.save`` bytes of a value, as DCP's planner stores them."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def dump_named(fqn: str, value: Any) -> bytes:
-    """Return the ``torch.save`` bytes of the entry ``fqn``.
+def dump(fqn: str, value: Any) -> bytes:
+    """Return the ``torch.save`` bytes of the entry ``fqn``, as DCP's planner stores them.
 
     Raises:
         UnsupportedError: the value does not pickle.
     """
+    buffer = io.BytesIO()
     try:
-        return dump(value)
+        torch.save(value, buffer)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # a type's own __reduce__ may raise anything
         msg = f"value {fqn!r} ({_type_name(value)}) cannot be pickled: {error}{_advice(value)}"
         raise UnsupportedError(msg, tensor=fqn) from error
+    return buffer.getvalue()
 
 
 def load(fqn: str, data: bytes, *, weights_only: bool, path: str | None = None) -> Any:
@@ -141,7 +136,7 @@ def why_not_loadable(fqn: str, value: Any, data: bytes | None = None) -> str | N
     """
     if type(value) in _IMMUTABLE:
         return None
-    data = dump_named(fqn, value) if data is None else data
+    data = dump(fqn, value) if data is None else data
     if _is_plain(value) and _core.refusal(data) is None:
         return None  # torch loads it for certain
     try:
