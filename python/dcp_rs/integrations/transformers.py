@@ -6,7 +6,6 @@ import copy
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -31,17 +30,6 @@ from dcp_rs.options import Globs, ReadArguments, ReadOptions, Rename, repeatable
 
 #: Modules that a model may be wrapped in: ``model.``, or ``state_dict.model.`` of Lightning.
 _PREFIX_PARTS = 3
-#: Arguments of ``from_pretrained`` for the hub.
-_OF_THE_HUB = (
-    "cache_dir",
-    "code_revision",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-)
 #: Arguments that are no fields of a configuration.
 _OF_THE_MODEL = (
     "dtype",
@@ -58,7 +46,6 @@ _BESIDE = frozenset(
 _TEMPLATES = "additional_chat_templates"
 #: Names of word embeddings, which output weights may be tied to.
 _EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "shared.weight")
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json", _core.LOCK_NAME)
 
 
 class _Slices(Checkpoint):
@@ -94,8 +81,9 @@ def from_pretrained(
         cls: a class of a model (``LlamaForCausalLM``), or an auto class (``AutoModelForCausalLM``).
         path: a checkpoint of dcp-rs, stock DCP or Hugging Face, or a file of ``torch.save``.
             Entries that are not tensors are ignored.
-        config: the model's configuration, or its folder, file or name on the hub, which also gives
-            the generation configuration. Default: ``config.json`` in ``path``.
+        config: the model's configuration, or its folder or file, which also gives the generation
+            configuration. Default: ``config.json`` in ``path``. For a model of the hub, pass
+            ``AutoConfig.from_pretrained(name)``, or the folder of ``snapshot_download(name)``.
         rename: from stored names to those of the model, as for :func:`dcp_rs.convert`. By default
             a common prefix (``model.`` in a state dict of model and optimizer) is found, and names
             without it are ignored.
@@ -117,9 +105,9 @@ def from_pretrained(
     framework("transformers", "transformers")
     options = ReadOptions(**(read_options or {}))
     index = open_index(path, verify=options.verify is True)
-    hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
-    where = _where_configured(config, Path(path))
-    config, kwargs = _config(cls, config, where, hub, kwargs)
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    place = Path(config) if isinstance(config, str | os.PathLike) else folder
+    config, kwargs = _config(cls, config, place, kwargs)
     stored = stored_tensors(index, include, exclude)
     skeleton = skeleton_of(cls, config, trust_remote_code=kwargs.get("trust_remote_code"))
     config = _own_config(type(skeleton), config)
@@ -137,7 +125,7 @@ def from_pretrained(
             torch.get_default_dtype(),
         )
     if "generation_config" not in kwargs and type(skeleton).can_generate():
-        kwargs["generation_config"] = _generation_config(where, hub)
+        kwargs["generation_config"] = _generation_config(place.parent if place.is_file() else place)
     wants_info = kwargs.pop("output_loading_info", False)
     model, info = type(skeleton).from_pretrained(
         None, config=config, state_dict=state, output_loading_info=True, **kwargs
@@ -168,24 +156,17 @@ def check_missing(
         raise PlanError(msg, path=path, tensor=missing[0])
 
 
-def _where_configured(config: Any, path: Path) -> Any:
-    """Return the folder, or the name on the hub, of the files beside a model's weights."""
-    if isinstance(config, str | os.PathLike):
-        return Path(config).parent if Path(config).is_file() else config
-    return path if path.is_dir() else path.parent
-
-
 def _config(
-    cls: Any, config: Any, where: Any, hub: dict[str, Any], kwargs: dict[str, Any]
+    cls: Any, config: Any, place: Path, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Return a copy of the configuration or of the checkpoint's, and the other arguments."""
+    """Return a copy of the configuration or that at a place, and the other arguments."""
     transformers = framework("transformers", "transformers")
     if isinstance(config, transformers.PreTrainedConfig):
         return copy.deepcopy(config), kwargs
-    if config is None and not (where / "config.json").is_file():
+    if not place.is_file() and not (place / "config.json").is_file():
         msg = (
-            f"there is no config.json in {where}: say which model it is with config=, "
-            "a configuration or where one is"
+            f"there is no config.json in {place}: say which model it is with config=, a folder or "
+            "a configuration, such as AutoConfig.from_pretrained(name)"
         )
         raise FileNotFoundError(msg)
     of_model = {name: kwargs.pop(name) for name in _OF_THE_MODEL if name in kwargs}
@@ -193,9 +174,7 @@ def _config(
     maker = (
         getattr(cls, "config_class", None) or transformers.AutoConfig
     )  # as transformers itself does
-    found, unused = maker.from_pretrained(
-        where if config is None else config, return_unused_kwargs=True, **hub, **trusted, **kwargs
-    )
+    found, unused = maker.from_pretrained(place, return_unused_kwargs=True, **trusted, **kwargs)
     return found, unused | of_model
 
 
@@ -210,17 +189,15 @@ def _own_config(cls: Any, config: Any) -> Any:
     return own
 
 
-def _generation_config(where: Any, hub: dict[str, Any]) -> Any:
+def _generation_config(folder: Path) -> Any:
     """Return the generation configuration of a model's folder, or that in its configuration."""
     maker = framework("transformers", "transformers").GenerationConfig
     for name, how in (
         ("generation_config.json", {}),
         ("config.json", {"_from_model_config": True}),
     ):
-        if Path(where).is_dir() and not Path(where, hub.get("subfolder", ""), name).is_file():
-            continue
-        with suppress(OSError):  # the hub has no such file
-            return maker.from_pretrained(where, config_file_name=name, **hub, **how)
+        if (folder / name).is_file():
+            return maker.from_pretrained(folder, config_file_name=name, **how)
     return None
 
 
@@ -407,17 +384,16 @@ def _tied_head(
 def _beside(folder: Path) -> dict[str, Path]:
     """Return the files beside the weights of a model's folder, by their paths within it."""
     files = sorted(folder.iterdir()) if folder.is_dir() else []
-    beside = {file.name: file for file in files if _is_beside(file.name) and file.is_file()}
-    templates = sorted((folder / _TEMPLATES).glob("*.jinja"))
-    return beside | {f"{_TEMPLATES}/{file.name}": file for file in templates if file.is_file()}
+    files = [file for file in files if _is_beside(file.name)]
+    files += sorted((folder / _TEMPLATES).glob("*.jinja"))
+    return {str(file.relative_to(folder)): file for file in files if file.is_file()}
 
 
 def _is_beside(name: str) -> bool:
     """Return whether a file of this name belongs beside the weights."""
-    if name.endswith(_WEIGHTS):
-        return False
     # Mistral has ``tokenizer.model.v3``.
-    return Path(name).suffix in _BESIDE or name.startswith("tokenizer.model.")
+    is_beside = Path(name).suffix in _BESIDE or name.startswith("tokenizer.model.")
+    return is_beside and not name.endswith(".index.json")
 
 
 def _stem(config: Path) -> str:
