@@ -34,7 +34,6 @@ from dcp_rs.training.extra import (
     check_values,
     state_of,
     with_buffers_copied,
-    without_tensors,
 )
 from dcp_rs.training.load import TrainingLoad, TrainingOptions
 from dcp_rs.training.optimizers import is_fsdp1, joined, model_state, optimizer_state
@@ -119,7 +118,7 @@ def _training_state(
         elif optim["param_groups"]:
             state[OPTIM] = {"param_groups": optim["param_groups"]}
         if strict and OPTIM in state:
-            check_values(OPTIM, without_tensors(state[OPTIM]))
+            check_values(OPTIM, state[OPTIM])
         state[MODEL] = noted(state[MODEL], models, ranks)
         if extra:
             state[EXTRA] = {name: state_of(value) for name, value in extra.items()}

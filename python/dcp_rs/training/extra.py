@@ -182,17 +182,6 @@ def check_values(name: str, tree: Any) -> None:
             raise UnsafePickleError(msg, tensor=fqn)
 
 
-def without_tensors(tree: Any) -> Any:
-    """Return a tree without its tensors and plain values, which are most of it."""
-    if isinstance(tree, Mapping):
-        pairs = ((key, without_tensors(value)) for key, value in tree.items())
-        return {key: value for key, value in pairs if value is not None}
-    if type(tree) is list:
-        return [without_tensors(value) for value in tree]
-    is_plain = isinstance(tree, torch.Tensor) or type(tree) in (bool, int, float, str)
-    return None if is_plain else tree
-
-
 def with_buffers_copied(state: dict[str, Any], models: Iterable[torch.nn.Module]) -> dict[str, Any]:
     """Return a state dict of ``models`` with copies of their buffers.
 
