@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dcp_rs import _core
@@ -118,7 +118,6 @@ class Counts:
         mapped: of these, bytes copied from mappings.
         verified: bytes that were compared with digests.
         requests: contiguous reads of files.
-        fallbacks: reasons why copies to a device are slow.
         expected: bytes that the whole load wants, if there is a ``watch``.
         watch: callable for the progress.
     """
@@ -129,7 +128,6 @@ class Counts:
     mapped: int = 0
     verified: int = 0
     requests: int = 0
-    fallbacks: list[str] = field(default_factory=list)
     expected: int = 0
     watch: Watch | None = None
 

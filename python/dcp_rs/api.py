@@ -370,9 +370,7 @@ def async_save(
         def make_request() -> SaveRequest:
             staging = take()
             copied = replace(entries, values=staging.values)
-            return SaveRequest(
-                entries=copied, path=where, options=checked, fallbacks=staging.fallbacks
-            )
+            return SaveRequest(entries=copied, path=where, options=checked)
 
         return engine_save(ranks, make_request)
 

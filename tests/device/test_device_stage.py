@@ -286,21 +286,17 @@ def test_small_tensors_of_several_dtypes_are_copied_together(sim, device):
 
 
 @pytest.mark.parametrize("without", ["pinned", "streams"])
-def test_slow_copies_are_reported_and_logged_once(tmp_path, sim, device, without, caplog):
+def test_slow_copies_are_logged_once(tmp_path, sim, device, without, caplog):
     """Any error meant synchronous copies, or memory that was not pinned, without a word."""
     setattr(sim, without, 0)
-    buffers._warn_once.cache_clear()
+    buffers.warn_once.cache_clear()
     state = {"w": torch.ones(1000, device=device)}
     with caplog.at_level(logging.WARNING, "dcp_rs"):
         for number in range(2):
-            saved = dcp_rs.save(state, tmp_path / str(number))
-            future = dcp_rs.async_save(state, tmp_path / f"async-{number}")
-            future.result(60)
-            word = "not pinned" if without == "pinned" else "are synchronous"
-            loaded = dcp_rs.load({"w": torch.zeros(1000, device=device)}, tmp_path / str(number))
-            for report in (saved.report, future.report, loaded):
-                (reason,) = report.fallbacks
-                assert word in reason
+            dcp_rs.save(state, tmp_path / str(number))
+            dcp_rs.async_save(state, tmp_path / f"async-{number}").result(60)
+            dcp_rs.load({"w": torch.zeros(1000, device=device)}, tmp_path / str(number))
+    word = "not pinned" if without == "pinned" else "are synchronous"
     messages = [record.message for record in caplog.records if word in record.message]
     assert len(messages) == len(set(messages)) >= 1
 
@@ -341,7 +337,7 @@ def test_a_graph_that_is_being_captured_is_named(ckpt, sim, device, monkeypatch)
         future.result(60)
 
 
-def test_a_refused_pin_leaves_no_error_to_the_next_kernel(sim, device, monkeypatch):
+def test_a_refused_pin_leaves_no_error_to_the_next_kernel(sim, device, monkeypatch, caplog):
     """CUDA keeps the error of a failed call, and the next launch of any kernel raises it."""
     module, left = torch.get_device_module(device), []
 
@@ -357,9 +353,10 @@ def test_a_refused_pin_leaves_no_error_to_the_next_kernel(sim, device, monkeypat
     runtime = types.SimpleNamespace(cudaHostRegister=register)
     monkeypatch.setattr(module, "cudart", lambda: runtime)
     monkeypatch.setattr(buffers, "_probe", lambda _: Probe())
+    buffers.warn_once.cache_clear()
     block = buffers.Block(4096, device)
     assert left == []
-    assert "cudaHostRegister of 4,096 bytes failed with error 2" in block.fallbacks[0]
+    assert "cudaHostRegister of 4,096 bytes failed with error 2" in caplog.text
     block.memory.fill_(1)
     block.unpin()  # it is not pinned
 
@@ -409,8 +406,8 @@ class HeldUp:
     def __init__(self, sim):
         self.sim, self.streams, self.gates = sim, [], []
 
-    def __call__(self, device, fallbacks=None):
-        stream = copy_stream_for(device, fallbacks)
+    def __call__(self, device):
+        stream = copy_stream_for(device)
         self.streams.append(stream)
         self.gates += [self.sim.gate(stream) for stream in stream._streams]
         return stream

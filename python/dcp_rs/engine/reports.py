@@ -73,7 +73,6 @@ class LoadReport(_Timed):
             the page cache.
         bytes_verified: bytes of tensors that were hashed and compared with digests.
         requests: contiguous reads of files; for a store, requests.
-        fallbacks: reasons why copies to a device were slow, if they were.
         bytes_from_tiers: of ``bytes_wanted``, bytes that came from each folder of ``tiers``. The
             others came from the place of the checkpoint, or from other ranks.
         seconds: from the opening of the index to the last byte.
@@ -96,7 +95,6 @@ class LoadReport(_Timed):
     bytes_mapped: int = 0
     bytes_verified: int = 0
     requests: int = 0
-    fallbacks: list[str] = field(default_factory=list)
     bytes_from_tiers: dict[str, int] = field(default_factory=dict)
 
     def _finish(self, path: str, counts: Counts, clock: Phases, index: _core.Index) -> None:
@@ -105,7 +103,6 @@ class LoadReport(_Timed):
         self.bytes_wanted, self.bytes_read = counts.wanted, counts.read
         self.bytes_direct, self.bytes_mapped = counts.direct, counts.mapped
         self.bytes_verified, self.requests = counts.verified, counts.requests
-        self.fallbacks = counts.fallbacks
         self.bytes_from_tiers = {str(tier): n for tier, n in index.take_delivered() if n}
         clock.report(self)
 
@@ -141,14 +138,12 @@ class SaveReport(_Timed):
         phases: seconds by phase: ``plan`` (with the ranks' agreement), ``compare`` (with a
             parent), ``write``, and on the rank that commits ``commit`` (with the wait for the
             other ranks).
-        fallbacks: reasons why copies from a device were slow, if they were.
     """
 
     bytes_written: int = 0
     bytes_reused: int = 0
     requests: int = 0
     entries: int = 0
-    fallbacks: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         reused = f", reused {size(self.bytes_reused)}" if self.bytes_reused else ""

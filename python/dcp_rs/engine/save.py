@@ -6,7 +6,7 @@ import os
 import secrets
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +92,7 @@ def save(  # one function to read from top to bottom
         options = request.options
         clock.end("plan")
         writes.choose(keep, strict=options.strict_values)
-        written = write_files(writes, to, ticket, options, clock, fallbacks=request.fallbacks)
+        written = write_files(writes, to, ticket, options, clock)
         # To a sixth of its size, for the coordinator.
         return written.index if ranks.is_alone else zlib.compress(written.index, 1)
 
@@ -176,13 +176,11 @@ class SaveRequest:
         entries: the entries of the state dict.
         path: a folder, or the URL of one on a store.
         options: how to save.
-        fallbacks: reasons why the copy of the entries was slow.
     """
 
     entries: Selected
     path: Path
     options: SaveOptions
-    fallbacks: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -239,8 +237,6 @@ def write_files(
     ticket: SaveTicket,
     options: SaveOptions,
     clock: Phases,
-    *,
-    fallbacks: Sequence[str] = (),
 ) -> WrittenFiles:
     """Write the data files of one rank. If that fails, remove them.
 
@@ -250,7 +246,6 @@ def write_files(
         ticket: the save.
         options: how to write, and the parent to compare with.
         clock: measures the phases of the save.
-        fallbacks: reasons why copies were slow so far.
     """
     parent, how = options.parent, options.write
     reuse = None
@@ -274,14 +269,13 @@ def write_files(
     containers = None
     if writes.containers is not None:
         containers = [(c.position, c.path, c.kind) for c in writes.containers]
-    slow = list(fallbacks)
     try:
         with watching(options.progress, "saving") as watch:
             if watch is not None:
                 save.watch(lambda done: watch(done, save.bytes))
             save.write_plain(writes.tensors, PLAIN_TYPES, NAMES)
             is_new = [not reused for reused in save.reused()]
-            write_entries(save, writes.entries, how, save.plain_count, only=is_new, fallbacks=slow)
+            write_entries(save, writes.entries, how, save.plain_count, only=is_new)
         index = save.finish(containers)
     except BaseException:
         for reason in save.abort():
@@ -292,7 +286,6 @@ def write_files(
         bytes_written=save.bytes,
         bytes_reused=save.bytes_reused,
         requests=save.requests,
-        fallbacks=slow,
     )
     if parent is not None:
         parent.warn(to, save.problems)

@@ -456,7 +456,6 @@ def write_entries(
     first: int = 0,
     *,
     only: Sequence[bool] | None = None,
-    fallbacks: list[str] | None = None,
 ) -> None:
     """Write entries, or compare them with a parent.
 
@@ -466,7 +465,6 @@ def write_entries(
         options: how to write.
         first: the number of the first entry among the items of ``save``.
         only: for each item of ``save``, whether to write it; default: all.
-        fallbacks: takes reasons why copies from a device are slow.
     """
     of_turn: dict[int, list[tuple[int, Entry]]] = {}
     for i, (entry, turn) in enumerate(zip(entries, turns(entries), strict=True), first):
@@ -482,7 +480,7 @@ def write_entries(
         elif numbered[0][1].tensor.device.type == "cpu":
             _write_host_copies(save, numbered, options)
         else:
-            _write_device_copies(save, numbered, options, fallbacks)
+            _write_device_copies(save, numbered, options)
 
 
 def _write_host_copies(
@@ -505,10 +503,7 @@ def _write_host_copies(
 
 
 def _write_device_copies(
-    save: _core.Save | _core.Reuse,
-    entries: Sequence[tuple[int, Entry]],
-    options: WriteOptions,
-    fallbacks: list[str] | None,
+    save: _core.Save | _core.Reuse, entries: Sequence[tuple[int, Entry]], options: WriteOptions
 ) -> None:
     """Write the (item, entry) pairs of one device through slabs.
 
@@ -518,8 +513,8 @@ def _write_device_copies(
     nbytes = slab_bytes(max_bytes, least=BLOCK_BYTES)
     total = sum(entry.nbytes for _, entry in entries)
     count = max(1, min(max_bytes // nbytes, -(-total // nbytes) + 1))
-    stream = copy_stream_for(entries[0][1].tensor.device, fallbacks)
-    free = new_slabs(count, nbytes, pinned=True, fallbacks=fallbacks)
+    stream = copy_stream_for(entries[0][1].tensor.device)
+    free = new_slabs(count, nbytes, pinned=True)
     copying: deque[tuple[torch.Tensor, list[Cut], Transfer, Any]] = deque()
     cuts = cut(((entry.nbytes, 1, BLOCK_BYTES) for _, entry in entries), nbytes)
     try:

@@ -33,15 +33,9 @@ SPARE_SLABS = 8
 BLOCK_BYTES = 256 << 20
 
 
-def note_fallback(reason: str, fallbacks: list[str] | None) -> None:
-    """Add the reason why copies are slow to those of a report. Log it once a process."""
-    _warn_once(reason)
-    if fallbacks is not None and reason not in fallbacks:
-        fallbacks.append(reason)
-
-
 @functools.cache
-def _warn_once(reason: str) -> None:
+def warn_once(reason: str) -> None:
+    """Log why copies are slow, once a process."""
     _log.warning("%s", reason)
 
 
@@ -56,9 +50,7 @@ def slab_bytes(max_bytes: int, *, least: int = _MIN_SLAB_BYTES) -> int:
     return min(max(least, 1 << room.bit_length() - 1), max(least, SLAB_BYTES))
 
 
-def new_slabs(
-    count: int, nbytes: int, *, pinned: bool, fallbacks: list[str] | None = None
-) -> list[torch.Tensor]:
+def new_slabs(count: int, nbytes: int, *, pinned: bool) -> list[torch.Tensor]:
     """Return ``count`` slabs: rows of ``nbytes`` bytes, aligned to a page.
 
     Pinned slabs cost little after the first load, as torch uses the memory of earlier ones again.
@@ -67,14 +59,13 @@ def new_slabs(
         count: the number of slabs.
         nbytes: the size of each.
         pinned: pin them, if that works.
-        fallbacks: takes the reason if it does not.
     """
     slabs = []
     with torch.inference_mode(False):  # loads in any mode write to them
         for _ in range(count):
-            slab = require_real_memory(host_memory(nbytes, pinned=pinned, fallbacks=fallbacks))
+            slab = require_real_memory(host_memory(nbytes, pinned=pinned))
             if slab.data_ptr() % _PAGE:
-                slab = host_memory(nbytes + _PAGE, pinned=pinned, fallbacks=fallbacks)
+                slab = host_memory(nbytes + _PAGE, pinned=pinned)
                 skip = -slab.data_ptr() % _PAGE
                 slab = slab[skip : skip + nbytes]
             slabs.append(slab)
@@ -85,23 +76,23 @@ def new_slabs(
 _pinned_in: int | None = None
 
 
-def host_memory(nbytes: int, *, pinned: bool, fallbacks: list[str] | None) -> torch.Tensor:
+def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """Return memory from torch, pinned if asked for. Some accelerators cannot pin."""
     if pinned:
         global _pinned_in  # noqa: PLW0603
         try:
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except (RuntimeError, NotImplementedError) as error:
-            _note_pageable(str(error), fallbacks)
+            _warn_of_pageable(str(error))
         else:
             _pinned_in = os.getpid()
             return memory
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _note_pageable(reason: str, fallbacks: list[str] | None) -> None:
+def _warn_of_pageable(reason: str) -> None:
     reason = reason.partition("\n")[0]
-    note_fallback(f"host memory is not pinned, and copies are slower: {reason}", fallbacks)
+    warn_once(f"host memory is not pinned, and copies are slower: {reason}")
 
 
 class Block:
@@ -116,26 +107,24 @@ class Block:
         nbytes: its size.
         device: the device that it is pinned for; None if for none. Others of the type may use it.
         skipped: the number of copies that chose other blocks since this one was used.
-        fallbacks: the reason if it could not be pinned.
     """
 
     def __init__(self, nbytes: int, pin: torch.device | None) -> None:
         self.nbytes = nbytes
         self.device = pin
         self.skipped = 0
-        self.fallbacks: list[str] = []
         self._runtime: Any = None  # that pinned it
         # CUDA and ROCm can pin existing memory.
         cudart = pin is not None and getattr(torch.get_device_module(pin), "cudart", None)
         if pin is None or not cudart:
-            self.memory = host_memory(nbytes, pinned=pin is not None, fallbacks=self.fallbacks)
+            self.memory = host_memory(nbytes, pinned=pin is not None)
             return
         self.memory = torch.frombuffer(_pages(nbytes), dtype=torch.uint8)
         runtime = cudart()
         if (refused := _register(runtime, self.memory, pin)) is None:
             self._runtime = runtime
         else:
-            _note_pageable(refused, self.fallbacks)
+            _warn_of_pageable(refused)
 
     @property
     def device_type(self) -> str | None:
@@ -195,19 +184,12 @@ class BlockPool:
         self._lock = threading.Lock()
         self._process = os.getpid()
 
-    def take(
-        self,
-        sizes: Sequence[int],
-        *,
-        pin: torch.device | None,
-        fallbacks: list[str] | None = None,
-    ) -> list[Block]:
+    def take(self, sizes: Sequence[int], *, pin: torch.device | None) -> list[Block]:
         """Return blocks of at least the given sizes, or none if one cannot be had.
 
         Args:
             sizes: the sizes in bytes.
             pin: the device that copies to the blocks; None if none does.
-            fallbacks: takes the reason if blocks cannot be pinned.
         """
         device_type = None if pin is None else pin.type
         taken: list[Block] = []
@@ -227,8 +209,6 @@ class BlockPool:
         except BaseException:
             self.give([block for block in (*taken, *found[len(taken) :]) if block is not None])
             raise
-        for reason in (reason for block in taken for reason in block.fallbacks):
-            note_fallback(reason, fallbacks)
         return taken
 
     def _take(self, nbytes: int, device_type: str | None) -> Block | None:

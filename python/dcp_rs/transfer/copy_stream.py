@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from dcp_rs.errors import UnsupportedError
-from dcp_rs.transfer.buffers import note_fallback
+from dcp_rs.transfer.buffers import warn_once
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -293,12 +293,8 @@ def on_streams(streams: Iterable[torch.Stream]) -> Iterator[None]:
         yield
 
 
-def copy_stream_for(device: torch.device, fallbacks: list[str] | None = None) -> CopyStream:
+def copy_stream_for(device: torch.device) -> CopyStream:
     """Return a copy stream for a device. The current stream is its caller's stream.
-
-    Args:
-        device: the device.
-        fallbacks: takes the reason if copies of an accelerator have to be synchronous.
 
     Raises:
         UnsupportedError: a CUDA graph is being captured.
@@ -313,7 +309,7 @@ def copy_stream_for(device: torch.device, fallbacks: list[str] | None = None) ->
         except (RuntimeError, ValueError) as error:
             # It has no side streams, or is not the kind that torch.accelerator serves.
             reason = str(error).partition("\n")[0]
-            note_fallback(f"copies of {device.type} are synchronous: {reason}", fallbacks)
+            warn_once(f"copies of {device.type} are synchronous: {reason}")
     return CopyStream(device)
 
 

@@ -100,10 +100,9 @@ class Load:
 
     def _upload(self, regions: Sequence[int], tell: Callable[[int], None] | None) -> None:
         """Fill targets through slabs."""
-        slow = self.counts.fallbacks
         while True:
             try:
-                found = upload(self.batch, regions, self._device_targets, self.options, tell, slow)
+                found = upload(self.batch, regions, self._device_targets, self.options, tell)
             except (CorruptDataError, OSError) as error:
                 # A file of a tier that is damaged or cannot be read is read from elsewhere.
                 path = error.filename if isinstance(error, OSError) else error.path

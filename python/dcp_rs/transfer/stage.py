@@ -49,13 +49,11 @@ class Staging:
 
     Attributes:
         values: the copies by name. They are complete after :meth:`finish`.
-        fallbacks: reasons why copies are slow.
     """
 
     def __init__(
         self, values: Mapping[Any, Any], pool: BlockPool | None, *, watched: bool = False
     ) -> None:
-        self.fallbacks: list[str] = []
         self._pool = pool
         # Another thread could not write to tensors of inference mode, nor does torch detach wrapper
         # subclasses in that mode.
@@ -69,18 +67,15 @@ class Staging:
             places, sizes = _place(sources)
             # Before memory is pinned, which fails while a graph is captured.
             copies = {
-                device: _DeviceCopies(copy_stream_for(device, self.fallbacks))
+                device: _DeviceCopies(copy_stream_for(device))
                 for device in {source.device for source in sources.values() if source.numel()}
             }
             pin = min(filter(is_accelerator, copies), key=str, default=None)
             if pool is None:
-                memory = [
-                    host_memory(size, pinned=pin is not None, fallbacks=self.fallbacks)
-                    for size in sizes
-                ]
+                memory = [host_memory(size, pinned=pin is not None) for size in sizes]
                 self._taken = []
             else:
-                self._taken = pool.take(sizes, pin=pin, fallbacks=self.fallbacks)
+                self._taken = pool.take(sizes, pin=pin)
                 memory = [block.memory for block in self._taken]
             try:
                 views: dict[Hashable, torch.Tensor] = {}  # the first over each place

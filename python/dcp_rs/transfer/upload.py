@@ -95,7 +95,6 @@ class SlabLoad:
         sort: load in the order of the files, not in that of ``regions``.
         accelerator: pin the slabs, and use the bound on memory for accelerators.
         options: how to read.
-        fallbacks: takes the reason if the slabs cannot be pinned.
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class SlabLoad:
         sort: bool,
         accelerator: bool,
         options: ReadOptions,
-        fallbacks: list[str] | None = None,
     ) -> None:
         max_bytes = options.inflight_bytes(accelerator=accelerator)
         nbytes = slab_bytes(max_bytes)
@@ -116,7 +114,7 @@ class SlabLoad:
         room = max(1, max_bytes // nbytes)
         count = min(room, reader.workers + SPARE_SLABS, reader.batch_count)
         self._spare = max(1, min(SPARE_SLABS, count // 2))
-        self._slabs = new_slabs(count, nbytes, pinned=accelerator, fallbacks=fallbacks)
+        self._slabs = new_slabs(count, nbytes, pinned=accelerator)
         #: The slab that was yielded last, and whether copies from it started.
         self._current = 0
         self._is_sent = False
@@ -176,7 +174,6 @@ def upload(
     targets: Sequence[Target],
     options: ReadOptions,
     tell: Callable[[int], None] | None = None,
-    fallbacks: list[str] | None = None,
 ) -> _core.ReadStats:
     """Fill targets through slabs.
 
@@ -189,14 +186,11 @@ def upload(
         targets: the targets by their numbers in the batch.
         options: how to read.
         tell: called with the bytes on their way so far.
-        fallbacks: takes reasons why copies are slow.
     """
     devices = {space_of(device): device for device in {t.tensor.device for t in targets}}
     accelerator = any(map(is_accelerator, devices.values()))
-    streams = {number: copy_stream_for(device, fallbacks) for number, device in devices.items()}
-    load = SlabLoad(
-        batch, regions, sort=True, accelerator=accelerator, options=options, fallbacks=fallbacks
-    )
+    streams = {number: copy_stream_for(device) for number, device in devices.items()}
+    load = SlabLoad(batch, regions, sort=True, accelerator=accelerator, options=options)
     with ExitStack() as stack:
         for stream in streams.values():
             stack.callback(stream.order_before_caller)
