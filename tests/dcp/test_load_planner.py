@@ -220,7 +220,7 @@ def flat(tree, prefix=""):
 
 def test_missing_entry_is_named(saved, load):
     state = fresh() | {"new": torch.zeros(2), "other": 1}
-    with pytest.raises(PlanError, match=r"the checkpoint has no 'new'.*and 1 more: 'other'"):
+    with pytest.raises(PlanError, match=r"the checkpoint has no 'new' \(nor 'other'\)"):
         load(state, saved)
     state = fresh() | {"layers": {"0": {"weight": torch.zeros(6, 4)}}}
     with pytest.raises(

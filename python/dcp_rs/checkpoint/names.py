@@ -7,7 +7,7 @@ import fnmatch
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from dcp_rs.errors import PlanError
 from dcp_rs.options import Globs, Rename
@@ -61,13 +61,11 @@ def selector(include: Globs, exclude: Globs) -> Callable[[str], bool]:
 
 
 def nothing_passes(
-    include: Globs,
-    exclude: Globs,
-    names: Collection[str],
+    verb: Literal["load", "save"], include: Globs, exclude: Globs, names: Collection[str]
 ) -> str:
-    """Return the message for a save whose globs leave nothing."""
+    """Return the message for a load or save whose globs leave nothing."""
     return (
-        f"there is nothing to save: no name passes include={include!r}, "
+        f"there is nothing to {verb}: no name passes include={include!r}, "
         f"exclude={exclude!r}; there are {some(names)}"
     )
 

@@ -96,7 +96,7 @@ class RsSavePlanner(DefaultSavePlanner):
         if self.flatten_state_dict:
             self.mappings = {name: path for name, path in self.mappings.items() if passes(name)}
         if values and not self.state_dict:
-            self._nothing_to_save = nothing_passes(self.include, self.exclude, values)
+            self._nothing_to_save = nothing_passes("save", self.include, self.exclude, values)
 
     def create_local_plan(self) -> SavePlan:
         """Return torch's plan, with the dtypes that tensors are stored in."""

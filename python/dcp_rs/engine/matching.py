@@ -12,7 +12,7 @@ import torch
 
 from dcp_rs import _core, _torch
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.names import LoadNames, some
+from dcp_rs.checkpoint.names import LoadNames, nothing_passes, some
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
 from dcp_rs.options import Globs, ReadOptions, Rename, check_choice
@@ -334,14 +334,7 @@ class Matching:
         if not self.index.tensor_count:
             return None
         if not report.missing:
-            given = {"include": self.options.include, "exclude": self.options.exclude}
-            passed = ", ".join(
-                f"{name}={value!r}" for name, value in given.items() if value is not None
-            )
-            return (
-                f"there is nothing to load: no name of the state dict passes {passed}; "
-                f"it has {some(values)}"
-            )
+            return nothing_passes("load", self.options.include, self.options.exclude, values)
         stored = list(self.index.names())
         return (
             "there is nothing to load: the checkpoint has none of the names that are wanted "
@@ -357,10 +350,7 @@ class Matching:
             known = {self.names.stored_name(fqn) for fqn in self.flat.values}
             report.unexpected = [name for name in stored if name not in known]
         elif missing:
-            more = ""
-            if missing[1:]:
-                named = ", ".join(map(repr, missing[1:6]))
-                more = f" (and {len(missing) - 1} more: {named})"
+            more = f" (nor {some(missing[1:])})" if missing[1:] else ""
             hint = self.names.explain(missing, found, list(stored))
             raise PlanError(f"the checkpoint has no {missing[0]!r}{more}{hint}", tensor=missing[0])
 

@@ -105,7 +105,7 @@ def select(
         selected.values = values
         selected.containers = remaining(flat.containers, leaves, passes)
         if flat.values and not values:
-            selected.nothing_to_save = nothing_passes(include, exclude, flat.values)
+            selected.nothing_to_save = nothing_passes("save", include, exclude, flat.values)
     if not flat.is_text:
         _store_keys(selected, strict=strict)
     return selected
