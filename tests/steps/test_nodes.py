@@ -39,6 +39,7 @@ from dcp_rs.steps.node_load import NodeLoad
 from dcp_rs.steps.nodes import NodeStepStore
 from dcp_rs.steps.object_store import ObjectStepStore
 from support import rank_outcomes, run_ranks
+from support.disk import SmallDisk
 from support.object_server import Fault, object_server
 
 ROWS = 24_000
@@ -1048,6 +1049,32 @@ def go_back_with_uploads_ahead(base, root, away, **options):
         manager.save(3, state_of(3))
         turn(away, on=False)
         manager.close()
+
+
+def fail_to_save_after_uploads(base, root, away, **options):
+    manager = manager_of(base, root, keep_local=1, **options)
+    turn(away, on=True)
+    for step in (1, 2, 3):
+        manager.save(step, state_of(step))
+    before = steps_at(base / f"node{dist.get_rank()}")
+    turn(away, on=False)
+    end = time.monotonic() + 30
+    while manager.tiers().steps_behind and time.monotonic() < end:
+        time.sleep(0.05)
+    dist.barrier()
+    with SmallDisk(1000), pytest.raises(OSError, match="File too large"):
+        manager.save(4, state_of(4))
+    manager.close()
+    return before
+
+
+def test_save_on_a_full_disk_is_not_kept_from_space_by_uploaded_steps(tmp_path, server, away):
+    """They went after the next save that succeeded, which there was none of any more."""
+    base, at = tmp_path / "nodes", on_store(server, retry_timeout=1)
+    for before in ranks(2, fail_to_save_after_uploads, base=base, away=away, **at):
+        assert before == ["step-1", "step-2", "step-3"]
+    for node in range(2):
+        assert steps_at(base / f"node{node}") == ["step-3"]
 
 
 def test_steps_that_a_run_left_behind_go_to_the_root_no_more(tmp_path, server, away):

@@ -69,7 +69,7 @@ class Coordinator:
         verify: remove nothing unless a step that stays is verified.
         latest: let ``latest`` in the root name the newest step.
         on_saved: called after each commit with the path of the step.
-        needed: returns steps that are not removed.
+        needed: returns steps that may not be removed yet. A save begins by removing those that may.
 
     Attributes:
         resumed: the step that this run resumed from. It is never removed.
@@ -85,7 +85,7 @@ class Coordinator:
         verify: bool,
         latest: bool = False,
         on_saved: Callable[[Path], object] | None = None,
-        needed: Callable[[], Collection[int]] = tuple,
+        needed: Callable[[], Collection[int]] | None = None,
     ) -> None:
         self.resumed: int | None = None
         self._store = store
@@ -132,6 +132,8 @@ class Coordinator:
         numbers, contents = check_save(step, metrics, files)
         self._enter_run(partial(self._look_before_save, step, force=force))
         replaces = self._make_way(step, force=force)
+        if self._needed is not None:  # else saves on a full disk would fail for ever
+            self._prune(step)
         parent, is_trusted, limited = None, False, self._policies.max_bytes is not None
         if (reuse or limited) and (newest := self._newest()) is not None:
             if reuse and not newest.is_stock:
@@ -357,11 +359,12 @@ class Coordinator:
             self.problems.append(f"latest may not lead to the newest step: {error}")
 
     def _prune(self, *protected: int, room: int | None = None) -> None:
+        needed = self._needed() if self._needed is not None else ()
         try:
             done = prune(
                 self._store,
                 self._policies,
-                protected={*protected, *self._needed(), self.resumed},
+                protected={*protected, *needed, self.resumed},
                 room=room,
                 verify=self._verify,
                 # Where nothing can go, only what killed saves of this run left is looked for.
