@@ -295,17 +295,15 @@ class SavedExtra:
         whole, tree = part.prefix, part.entries.tree(part.path)
         # DCP stores nothing for an empty dict, and keys as text: what it lacks may be an entry.
         self._keeps = partial_load.may_leave or not tree.is_exact
-        trees = {"": tree}
+        own, trees = value.state_dict() if is_stateful(value) else value, {"": tree}
         self._takes_all = False
         if isinstance(value, PerRank):
             keys, whole = tree.by_key(), f"{whole}.{value._saved_key}"
+            trees = {"": keys.get(value._saved_key, SavedTree(is_exact=tree.is_exact))}
             if partial_load.includes(whole) and not partial_load.is_partial:
                 self._takes_all = _takes_all(part.prefix, value, keys, owners)
-            of_rank = keys.get(value._saved_key, SavedTree(is_exact=tree.is_exact))
-            trees = keys if self._takes_all else {"": of_rank}
-        own = value.state_dict() if is_stateful(value) else value
-        if self._takes_all:
-            own = None  # the states of all keys take memory of their own
+            if self._takes_all:
+                own, trees = None, keys  # these take memory of their own
         self._values = {
             key: SavedValue(whole, one, own, partial_load, as_saved=is_stateful(value))
             for key, one in trees.items()

@@ -19,53 +19,49 @@ def with_state(optimizer: Optimizer, *, needed: bool) -> Iterator[bool]:
     """Give an optimizer without state, within this context, the state that its first step makes.
 
     As in ``get_optimizer_state_dict``, it makes a step with gradients and learning rates of zero.
-    Afterwards it is as it was, and so are the random number generators.
+    Nothing but the state changes.
 
     Args:
         optimizer: the optimizer.
         needed: make that state.
 
     Yields:
-        True if the optimizer has its state: it had some, or could make such a step.
+        True if it was made: the optimizer had none, and could make such a step.
     """
     if optimizer.state or not needed:
-        yield needed
+        yield False
         return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    gradients = [param.grad for param in params]
-    random_state = RngState().state_dict()
     is_made = False
     try:
         # Any error may come from the code of the optimizer.
-        with suppress(Exception), _unchanged(optimizer, params):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                _make_state(optimizer, params)
+        with suppress(Exception), _unchanged(optimizer) as params:
+            _make_state(optimizer, params)
             is_made = True
         if not is_made:
             optimizer.state.clear()
         yield is_made
     finally:
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient
         optimizer.state.clear()
-        RngState().load_state_dict(random_state)
 
 
 @contextmanager
-def _unchanged(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Undo, after this context, what a step changed apart from the state and the gradients.
+def _unchanged(optimizer: Optimizer) -> Iterator[list[torch.Tensor]]:
+    """Undo, after this context, what a step changed apart from the state. Yield the parameters.
 
     The step of an optimizer that is not torch's may change parameters at a learning rate of zero,
-    and count in its groups and attributes. No hooks are called: the step is not one of the job.
+    count in its groups and attributes, and draw random numbers. No hooks are called: the step is
+    not one of the job.
     """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in params]
     groups = [dict(group) for group in optimizer.param_groups]
     attributes = dict(vars(optimizer))
     changing = () if is_of_torch(optimizer) else params
     values = [param.detach().clone() for param in changing]
+    random_state = RngState().state_dict()
     _torch.drop_step_hooks(optimizer)
     try:
-        yield
+        yield params
     finally:
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
@@ -75,6 +71,9 @@ def _unchanged(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Iterator
         with torch.no_grad():
             for param, value in zip(changing, values, strict=True):
                 param.copy_(value)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        RngState().load_state_dict(random_state)
 
 
 def _make_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
@@ -86,11 +85,13 @@ def _make_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
     trained = [param for param in params if param.requires_grad]
     for param in params:
         param.grad = torch.zeros_like(param) if param.requires_grad else None
-    try:
-        optimizer.step()
-    except Exception:  # noqa: BLE001  # any, from the code of the optimizer
-        optimizer.state.clear()
-        # SparseAdam takes sparse gradients alone.
-        for param in trained:
-            param.grad = torch.zeros_like(param).to_sparse()
-        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            optimizer.step()
+        except Exception:  # noqa: BLE001  # any, from the code of the optimizer
+            optimizer.state.clear()
+            # SparseAdam takes sparse gradients alone.
+            for param in trained:
+                param.grad = torch.zeros_like(param).to_sparse()
+            optimizer.step()

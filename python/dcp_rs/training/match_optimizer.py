@@ -216,8 +216,8 @@ class OptimizerMatcher:
         Returns:
             The state as ``state_dict()`` returns it, by FQN or other key; empty for FSDP1.
         """
-        optimizer, by_name, is_new = target.optimizer, dict[str, Any](), not target.optimizer.state
-        with with_state(optimizer, needed=needed) as has_state:
+        optimizer, by_name = target.optimizer, dict[str, Any]()
+        with with_state(optimizer, needed=needed) as is_made:
             if self._fsdp1 is None:
                 osd = own_state_dict(optimizer, target.number)
                 by_key = names_by_key(names, osd, target.number)
@@ -228,7 +228,7 @@ class OptimizerMatcher:
                 own = optimizer.state.get(param)
                 for slot in slots:
                     slot.made = by_name.get(slot.fqn)
-                    if own is not None or (is_new and has_state and param.requires_grad):
+                    if own is not None or (is_made and param.requires_grad):
                         slot.kinds = _kinds(slot.made if self._fsdp1 is None else own)
                     target.is_converted |= _is_other(own, slot.made)
         return by_name
@@ -243,11 +243,10 @@ class OptimizerMatcher:
         has_other_kind = False
         for slot in group.slots:
             place = f"{self._saved.prefix}.{slot.fqn}"
-            problem = group.why_not_fits(slot, is_stateless=is_stateless)
-            if problem is None or not self._partial.includes(place):
+            if group.fits(slot, is_stateless=is_stateless) or not self._partial.includes(place):
                 continue
             if not self._partial.is_partial:
-                raise PlanError(problem, tensor=slot.fqn)
+                raise PlanError(group.why_not_fits(slot), tensor=slot.fqn)
             slot.stays = has_other_kind = True
             lacks = sorted((slot.kinds or set()) - slot.tree.keys())
             self._partial.report.missing += [f"{place}.{kind}" for kind in lacks]

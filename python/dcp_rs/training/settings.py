@@ -128,11 +128,11 @@ class Group:
             and to_bytes(value) != to_bytes(saved[name])
         }
 
-    def why_not_fits(self, slot: Slot, *, is_stateless: bool) -> str | None:
-        """Return why the saved state of a parameter does not fit the optimizer; None if it does.
+    def fits(self, slot: Slot, *, is_stateless: bool) -> bool:
+        """Return whether the saved state of a parameter is of the kinds of the optimizer.
 
         State may be made later than in the first step, or from outside. So kinds that only the
-        checkpoint has are a reason only if settings differ.
+        checkpoint has are a reason against it only if settings differ.
 
         Args:
             slot: the parameter.
@@ -140,38 +140,41 @@ class Group:
         """
         saved, own = slot.tree.keys(), slot.kinds
         if (saved and saved == own) or not (saved or is_stateless):
-            return None
-        settings = self.saved[0].keys() if self.saved else self.own.keys()
-        only_own = self.own.keys() - settings - _OF_SCHEDULERS
-        only_saved = settings - self.own.keys() - _OF_SCHEDULERS
+            return True
+        only_own, only_saved = self._unshared()
         if saved and own is not None:
-            optimizer_type = type(self.optimizer)
-            is_exact = is_of_torch(self.optimizer) and optimizer_type is not LBFGS
             lacks = not self.optimizer.state and not own <= saved
             # Those of torch make all of it in the first step, so a setting that is kept counts too.
-            fits = not (lacks or self.replaced(kept=is_exact) or only_own or only_saved)
-        else:
-            # An optimizer around another one has no defaults.
-            only_own &= getattr(self.optimizer, "defaults", {}).keys()
-            is_changed = bool(own) and bool(self.replaced().keys() - _IMPLEMENTATION)
-            fits = not (is_changed or (only_own and only_saved))
-        if fits:
-            return None
+            is_exact = is_of_torch(self.optimizer) and type(self.optimizer) is not LBFGS
+            return not (lacks or self.replaced(kept=is_exact) or only_own or only_saved)
+        # An optimizer around another one has no defaults.
+        only_own &= getattr(self.optimizer, "defaults", {}).keys()
+        is_changed = bool(own) and bool(self.replaced().keys() - _IMPLEMENTATION)
+        return not (is_changed or (only_own and only_saved))
+
+    def why_not_fits(self, slot: Slot) -> str:
+        """Return the message for saved state that does not fit."""
+        saved = self.saved[0] if self.saved else {}
+        unshared = set[str]().union(*self._unshared())
         differing: Mapping[str, Sequence[Any]] = self.replaced(kept=True) or {
-            name: (self.own.get(name), self.saved[0].get(name))
-            for name in (only_own | only_saved if self.saved else ())
+            name: (self.own.get(name), saved.get(name)) for name in unshared
         }
-        between = (
+        settings = (
             f"; {self.shown} and the saved one differ in {_list_pairs(differing)}"
             if differing
             else ""
         )
         return (
-            f"the checkpoint has {_list(saved)} of parameter {slot.fqn!r}, and this optimizer "
-            f"({type(self.optimizer).__name__}) has, or makes in its next step, {_list(own or ())}"
-            f"{between}. Make the optimizer as the saved one was made, or pass "
-            "partial={'optimizer'} to keep the state that does not fit as it is"
+            f"the checkpoint has {_list(slot.tree.keys())} of parameter {slot.fqn!r}, and this "
+            f"optimizer ({type(self.optimizer).__name__}) has, or makes in its next step, "
+            f"{_list(slot.kinds or ())}{settings}. Make the optimizer as the saved one was made, "
+            "or pass partial={'optimizer'} to keep the state that does not fit as it is"
         )
+
+    def _unshared(self) -> tuple[set[str], set[str]]:
+        """Return the names of settings that only this group has, and only the saved one."""
+        saved = self.saved[0].keys() if self.saved else self.own.keys()
+        return self.own.keys() - saved - _OF_SCHEDULERS, saved - self.own.keys() - _OF_SCHEDULERS
 
     def _keeps(self, name: str) -> bool:
         return self.keep is True or (self.keep is not False and name in self.keep)
