@@ -52,16 +52,15 @@ def test_unfinished_step_is_passed_over_and_replaced(run, foreign):
         names = {path.name for path in manager.path(10).iterdir()}
     assert foreign in names
     assert "mine.txt" not in names
-    assert len([name for name in names if name.startswith("g0")]) == 1
 
 
-def test_sweep_leaves_what_others_wrote(run):
+def test_sweep_leaves_a_step_in_which_others_wrote(run):
     leave_unfinished(run, 10, "config.json")
     with CheckpointManager(run) as manager:
         manager.save(20, state_of(20))
         manager.save(30, state_of(30))
         assert numbers(manager) == [20, 30]
-    assert sorted(p.name for p in (run / "step-10").iterdir()) == [".dcprs.lock", "config.json"]
+    assert {"config.json", "mine.txt"} < {p.name for p in (run / "step-10").iterdir()}
 
 
 @pytest.mark.parametrize("foreign", FOREIGN[:4])

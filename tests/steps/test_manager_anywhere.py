@@ -157,7 +157,7 @@ def test_broken_steps_are_skipped_and_named(root):
         with pytest.warns(UserWarning, match="not resumed from") as said:
             assert loaded(manager) == 2
         kinds = [(skipped.number, skipped.kind) for skipped in manager.passed_over]
-        assert kinds == [(5, root.young), (4, "damaged"), (3, "damaged")]
+        assert kinds == [(5, "unfinished"), (4, "damaged"), (3, "damaged")]
         assert len(said) == 3
         assert manager.latest_step() == 2
         # The run goes on over what was damaged or not finished.

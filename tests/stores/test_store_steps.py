@@ -6,6 +6,7 @@ import torch
 import dcp_rs
 from dcp_rs.errors import (
     CheckpointNotFoundError,
+    RunTakenOverError,
     StorageError,
     StoragePermissionError,
     StoragePreconditionError,
@@ -28,7 +29,9 @@ def root(run):
 
 
 def steps_on(server):
-    return sorted({int(key.split("/")[1].removeprefix("step-")) for key in server.keys("run/")})
+    return sorted(
+        {int(key.split("/")[1].removeprefix("step-")) for key in server.keys("run/step-")}
+    )
 
 
 # --- looking
@@ -187,17 +190,6 @@ def test_a_note_of_the_run_that_is_too_long_is_none(root, server, name):
     assert root.latest().number == 10
 
 
-def test_note_of_a_failed_save_stays_a_day(run, root, server):
-    save_step(root, 10)
-    root.begin(10, f"{12:032x}", {})
-    root.sweep()
-    assert f"run/step-10/saving-{12:032x}.json" in server.objects
-    run.age()
-    root.sweep()
-    assert f"run/step-10/saving-{12:032x}.json" not in server.objects
-    assert step_numbers(root) == [10]
-
-
 def test_a_note_stays_as_long_as_a_file_that_it_names(root, server):
     """Once it is gone, nothing tells that the file was put there by a killed save."""
     root.begin(10, f"{11:032x}", {}, ["config.json"])
@@ -280,7 +272,6 @@ def test_a_removal_that_is_cut_short_anywhere_leaves_a_step_or_none_and_is_finis
         fresh.sweep()  # the first still went by a listing of its own
         if 10 in step_numbers(fresh):
             assert dcp_rs.verify(fresh.folder(10), **fresh.access).ok
-            assert len(server.keys("run/step-10/g")) == len(server.keys("run/step-20/g"))
             fresh.remove(10)
         assert steps_on(server) == [20]
     else:
@@ -357,18 +348,32 @@ def test_a_removal_whose_answer_is_lost_spares_a_save_that_follows(
         root.sweep()
 
 
-def test_removal_spares_the_files_of_another_save(run, root, server):
-    save_step(root, 10)
-    stray = f"run/{run.data_of(10)}".replace("g00000001", "g00000002")
-    server.put(stray, b"of a save that goes on")
-    root.begin(10, f"{12:032x}", {})
-    root.remove(10)
-    assert server.keys("run/step-10/") == [stray, f"run/step-10/saving-{12:032x}.json"]
-    assert root.look_at(10).kind == "unknown"
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_killed_save_of_an_earlier_run_is_removed_at_once(run, root, server, taken_over):
+    """It stayed for a day, although it cannot commit any more."""
+    root.take_over()
+    save_step(root, 10, settle=False)
+    run.remove_index(10)
+    fresh = run.store()
+    if taken_over:
+        fresh.take_over()
+    save_step(fresh, 20)
+    assert fresh.look_at(10).kind == ("unfinished" if taken_over else "unknown")
+    fresh.sweep()
+    assert steps_on(server) == ([20] if taken_over else [10, 20])
+
+
+def test_save_that_a_later_run_began_is_no_leftover(run, root, server):
+    """A run that was taken over finds its files at the step that the later run saves."""
+    root.take_over()
     save_step(root, 20)
-    run.age()
-    root.sweep()
-    assert steps_on(server) == [20]
+    later = run.store()
+    later.take_over()
+    save_step(later, 10, settle=False)
+    run.remove_index(10)
+    with pytest.raises(RunTakenOverError):
+        root.sweep()
+    assert server.keys("run/step-10/g")
 
 
 def test_a_bucket_that_is_not_there(server):

@@ -248,7 +248,7 @@ class Coordinator:
             return False
         if isinstance(found, Step):
             return True
-        if found.kind == "unfinished":
+        if found.is_left:
             self._store.remove_left(found)
         elif found.kind == "damaged" or (found.kind == "in use" and force):
             self._store.remove(step)

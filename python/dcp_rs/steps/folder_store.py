@@ -238,22 +238,14 @@ class FolderStepStore(StepStore):
         try:
             lock = _core.FolderLock(left.path)  # while this is held, no save commits
             found = self.look_at(left.number)
-            if isinstance(found, SkippedStep) and found.kind == "unfinished":
-                if not found.others:
-                    return self._hide(left.number)
-                self._remove_all_but(found)
+            if isinstance(found, SkippedStep) and found.is_left:
+                return self._hide(left.number)
         except (FileNotFoundError, SaveInProgressError):
             pass
         finally:
             # Network file systems rename the file of an open lock instead of deleting it.
             del lock
         return None
-
-    def _remove_all_but(self, left: SkippedStep) -> None:
-        """Remove what a killed save left, and nothing else. Notes go last: they tell what it is."""
-        names = {path.name for path in left.path.iterdir()} - left.others - {_core.LOCK_NAME}
-        for name in sorted(names, key=lambda name: notes.id_of(name) is not None):
-            left.path.joinpath(name).unlink(missing_ok=True)
 
     def _delete_aside(self, path: Path) -> None:
         """Delete a folder that was set aside. If that fails, the next sweep tries again."""

@@ -1,16 +1,15 @@
 """The steps of a run on an object store, which has no renames and no locks.
 
-A step ends with its index. Only age tells a killed save from one that goes on: files without an
-index are swept after a day.
+A step ends with its index. Only age tells a killed save of this run, or of none, from one that goes
+on: files without an index are swept after a day.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ from dcp_rs._url import (
     options_for,
     store_at,
 )
-from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file
-from dcp_rs.errors import CorruptDataError, CorruptIndexError, UnsupportedError
+from dcp_rs.checkpoint.folders import INDEX_NAME
+from dcp_rs.errors import CorruptDataError
 from dcp_rs.steps import notes
 from dcp_rs.steps.folder_store import FolderStepStore
-from dcp_rs.steps.notes import saved_name, saving_name
-from dcp_rs.steps.step_store import File, Files, Listing, SkipKind, SkippedStep, Step, StepStore
+from dcp_rs.steps.step_store import File, Files, SkipKind, SkippedStep, StepStore
 
 #: Bound on the memory of an upload of a file.
 _UPLOAD_BYTES = 64 << 20
@@ -123,7 +121,7 @@ class ObjectStepStore(StepStore):
         return [files.get(entry.name) for entry in entries]
 
     def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> SkipKind:
-        return "unknown" if any(map(_is_young, files.values())) else "unfinished"
+        return "unknown" if not is_over and any(map(_is_young, files.values())) else "unfinished"
 
     # --- the run
 
@@ -139,8 +137,6 @@ class ObjectStepStore(StepStore):
     def remove(self, number: int) -> None:
         """Remove a step: first its index, then the rest. See :meth:`StepStore.remove`.
 
-        Beside an index, young files of other saves stay: such a save may be under way.
-
         Raises:
             RunTakenOverError: another run began here.
             StoragePreconditionError: the step was saved anew meanwhile. It is not touched.
@@ -148,18 +144,13 @@ class ObjectStepStore(StepStore):
         """
         self._known.pop(number, None)
         store, path = self._store(), self.folder(number)
-        files, young = self._walk(path), set()
+        files = self._walk(path)
         if INDEX_NAME in files:
-            (data,) = store.read([path / INDEX_NAME])
-            with suppress(CorruptIndexError, UnsupportedError):
-                index = _core.Index.from_bytes(data or b"", path / INDEX_NAME, False)
-                own = {entry.name for entry in index.files()}
-                others = _of_other_saves(files, own, (index.save_id or "").replace("-", ""))
-                young = {name for name in others if _is_young(files[name])}
+            store.read([path / INDEX_NAME])  # a removal is of what was read
         with self.holding():
             if INDEX_NAME in files:
                 store.remove_seen(path / INDEX_NAME)
-        self._delete(path, files.keys() - young - {INDEX_NAME})
+        self._delete(path, files.keys() - {INDEX_NAME})
 
     def _delete(self, path: Path, names: Collection[str]) -> None:
         """Delete data before notes, which tell what the data is."""
@@ -168,33 +159,15 @@ class ObjectStepStore(StepStore):
             self.remove_files([path / name for name in some])
 
     def remove_left(self, left: SkippedStep) -> None:
-        """Remove what is older than a day. See :meth:`StepStore.remove_left`."""
+        """Remove what a killed save left, if it is of an earlier run or older than a day.
+
+        See :meth:`StepStore.remove_left`.
+        """
         files = self._walk(left.path)
         if INDEX_NAME not in files:
-            old = {name for name, file in files.items() if not _is_young(file)}
-            others = {name for name in old if name.partition("/")[0] in left.others}
-            self._delete(left.path, old - others)
-
-    def _leftovers(self, found: Listing) -> dict[str, Callable[[], None]]:
-        leftovers = super()._leftovers(found)
-        # Those of a killed save stay beside a whole step. They are removed after a day.
-        for step in found.steps:
-            files = self._known[step.number][0] if step.number in self._known else {}
-            own_note = saving_name(step.save_id)
-            others = self._left_beside(files, step)
-            left = {n for n in others if n == own_note or not _is_young(files[n])}
-            if left:
-                self._known.pop(step.number)
-                what = f"what other saves left in {step.path}"
-                leftovers[what] = partial(self._delete, step.path, left)
-        return leftovers
-
-    def _left_beside(self, files: Files, step: Step) -> Collection[str]:
-        own = {name for name, file in files.items() if file.id in step.files}
-        left = _of_other_saves(files, own, step.save_id)
-        if saved_name(step.save_id) in files:  # a kill may have come before its removal
-            left += {saving_name(step.save_id)} & files.keys()
-        return left
+            self.check_run()  # after the walk, which has nothing of a run that begins later
+            old = {name for name, file in files.items() if left.is_over or not _is_young(file)}
+            self._delete(left.path, old)
 
 
 @dataclass
@@ -214,15 +187,6 @@ class _StoredNote:
 def _is_young(file: File) -> bool:
     """Return whether the file may be of a save that is under way."""
     return time.time() - file.changed < _DAY
-
-
-def _of_other_saves(files: Files, own: Collection[str], save_id: str) -> list[str]:
-    """Return the data files and notes that are not of this save, whose data files are ``own``."""
-    return [
-        name
-        for name in files
-        if (is_data_file(name) and name not in own) or notes.id_of(name) not in (None, save_id)
-    ]
 
 
 def step_store_at(

@@ -128,8 +128,7 @@ class SkippedStep:
             of this package does not know. ``"unreadable"``: it cannot be read. ``"damaged"``: it
             lacks data, or is not what was saved.
         is_over: an earlier run began the save, and cannot commit it any more.
-        others: files in it that no save wrote. They are never removed alone.
-        is_empty: it holds nothing of a save.
+        is_left: it is unfinished, and a save wrote all that it holds.
         is_on_node: the root is the folder of a node, and other nodes may have what it lacks.
     """
 
@@ -138,8 +137,7 @@ class SkippedStep:
     why: str
     kind: SkipKind
     is_over: bool = field(default=False, repr=False, compare=False)
-    others: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
-    is_empty: bool = field(default=False, repr=False, compare=False)
+    is_left: bool = field(default=False, repr=False, compare=False)
     is_on_node: bool = field(default=False, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -164,13 +162,9 @@ class Listing:
 
     @property
     def left(self) -> list[SkippedStep]:
-        """The unfinished steps before the latest step. The save of a later one may just begin."""
+        """What killed saves left before the latest step. The save of a later one may just begin."""
         latest = self.steps[-1].number if self.steps else -1
-        return [
-            step
-            for step in self.passed_over
-            if step.kind == "unfinished" and step.number < latest and not step.is_empty
-        ]
+        return [step for step in self.passed_over if step.is_left and step.number < latest]
 
 
 @dataclass(frozen=True)
@@ -397,7 +391,7 @@ class StepStore(ABC):
         for number, name in self._numbered(names):
             if name != self.folder(number).name:
                 misnamed.append(self._misnamed(number, name))
-            elif recall and number in known and not self._left_beside(*known[number]):
+            elif recall and number in known:
                 recalled.append(known[number][1])
             elif number >= since:
                 numbers.append(number)
@@ -488,8 +482,6 @@ class StepStore(ABC):
             known = self._known.get(number)
             if known is not None and known[0] == files:
                 found[number] = known[1]
-                # Equal listings may differ in the times of changes.
-                self._known[number] = files, known[1]
             elif files is not None:
                 new[number] = files
         try:
@@ -650,15 +642,14 @@ class StepStore(ABC):
             "unknown": "its save did not finish, or goes on: nothing here tells which",
             "unfinished": "its save did not finish",
         }[kind]
-        path = self.folder(number)
+        is_empty = files.keys() <= {_core.LOCK_NAME}
         return SkippedStep(
             number=number,
-            path=path,
+            path=self.folder(number),
             why=why,
             kind=kind,
             is_over=is_over,
-            others=frozenset(others),
-            is_empty=others == files.keys() - {_core.LOCK_NAME},
+            is_left=kind == "unfinished" and not others and not is_empty,
         )
 
     def _models(self, number: int, files: Files, others: Iterable[str]) -> list[str]:
@@ -866,10 +857,6 @@ class StepStore(ABC):
             f"{left.path}, of a save that did not finish,": partial(self.remove_left, left)
             for left in found.left
         }
-
-    def _left_beside(self, files: Files, step: Step) -> Collection[str]:
-        """Return what other saves left in a whole step. A sweep looks at such a step again."""
-        return ()
 
     @abstractmethod
     def remove_left(self, left: SkippedStep) -> None:
