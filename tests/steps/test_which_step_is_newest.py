@@ -91,27 +91,6 @@ def test_roll_back_past_steps_of_torch(run):
 
 
 @pytest.mark.filterwarnings("ignore:.*count as newer")
-@pytest.mark.parametrize("then", ["delete", "replace"])
-def test_roll_back_is_for_good_although_its_first_save_was_killed_late(run, monkeypatch, then):
-    """The steps after it counted as newest again once its first step was gone or saved again."""
-    fill(run, 10, 20, 30, 40)
-    with CheckpointManager(run) as manager:
-        assert loaded(manager, 20) == 20
-        # As a kill just after the commit leaves it.
-        monkeypatch.setattr(FolderStepStore, "settle", lambda *_: (_ for _ in ()).throw(OSError()))
-        with pytest.warns(UserWarning, match="not all in place"):
-            manager.save(21, state_of(21))
-        monkeypatch.undo()
-    with CheckpointManager(run) as manager:
-        assert loaded(manager) == 21
-        if then == "delete":
-            manager.delete(21)
-        else:
-            manager.save(21, state_of(21), force=True)
-    assert CheckpointManager(run).latest_step() == (20 if then == "delete" else 21)
-
-
-@pytest.mark.filterwarnings("ignore:.*count as newer")
 def test_roll_back_past_a_step_that_cannot_be_read_for_a_while(run, monkeypatch):
     """Its first save did not see the step, no later one looked, and a restart resumed from it."""
     fill(run, 10, 20, 30, 40)
@@ -133,17 +112,28 @@ def test_roll_back_past_a_step_that_cannot_be_read_for_a_while(run, monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:.*count as newer")
-def test_roll_back_whose_only_save_failed_is_none(run):
-    """The steps after it counted as old from the next save on, though the run resumed from them."""
+@pytest.mark.parametrize("then", ["fail", "delete", "replace"])
+def test_roll_back_is_for_good_from_its_first_save_on(run, then):
+    """The steps after it counted as newest again once its first step was gone or saved again."""
     fill(run, 10, 20, 30, 40)
-    with CheckpointManager(run, keep_last=2) as manager:
+    with CheckpointManager(run) as manager:
         assert loaded(manager, 20) == 20
-        with pytest.raises(UnsupportedError, match="meta"):
-            manager.save(21, bad_state(21))
-        assert loaded(manager) == 40
-        manager.save(50, state_of(50))
-        manager.save(60, state_of(60))
-        assert numbers(manager) == [40, 50, 60]  # it resumed from 40
+        if then == "fail":
+            with pytest.raises(UnsupportedError, match="meta"):
+                manager.save(21, bad_state(21))
+        else:
+            manager.save(21, state_of(21))
+    with CheckpointManager(run, keep_last=2) as manager:
+        assert loaded(manager) == (20 if then == "fail" else 21)
+        if then == "delete":
+            manager.delete(21)
+        elif then == "replace":
+            manager.save(21, state_of(21), force=True)
+        assert manager.latest_step() == (21 if then == "replace" else 20)
+        manager.save(22, state_of(22))
+        manager.save(23, state_of(23))
+        stays = {"fail": [20], "delete": [], "replace": [21]}[then]
+        assert numbers(manager) == [*stays, 22, 23]
 
 
 def test_evaluation_by_the_job_itself_is_no_roll_back(run):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -100,7 +100,6 @@ class Coordinator:
         self._begun: set[str] = set()  # ids of the saves since the last load
         self.went_back = False
         self._superseded_from: int | None = None
-        self._older: list[str] = []  # ids of the saves that the next commit supersedes
         self._damaged: set[str] = set()  # ids of the saves that could not be loaded
 
     # --- saves
@@ -144,7 +143,7 @@ class Coordinator:
                 room = newest.written if is_trusted else newest.nbytes
                 self._prune(step, newest.number, room=room)
         save_id = save_id or uuid4().hex
-        self._supersede(step, save_id)
+        self._supersede(step)
         self._store.begin(step, save_id, numbers, contents, **more)
         if not replaces:
             self._store.put_files(step, contents)
@@ -171,8 +170,7 @@ class Coordinator:
 
         self._enter_run(check)
         check()
-        self._supersede(step.number, step.save_id)
-        self._settle_older()  # now, as the step is saved already
+        self._supersede(step.number)
         self._store.begin(step.number, step.save_id, step.metrics, files, saved=step.saved)
         self._begun.add(step.save_id)
         self._late_files = files
@@ -215,15 +213,8 @@ class Coordinator:
         """
         if self._store.run is None:
             check()
-            self._begin_run()
+            self._store.take_over()
         self._store.check_run()
-
-    def _begin_run(self, names: Sequence[str] | None = None) -> None:
-        """Begin a run at the root. It has these names, if they are known."""
-        self._store.take_over()
-        if older := self._store.superseded(names):
-            # The note may be void once the save that it names is removed or replaced.
-            self._store.supersede(older)
 
     def _newest(self) -> Step | None:
         """Return the newest step that no load found damaged; None if one cannot be read."""
@@ -296,8 +287,11 @@ class Coordinator:
         run = self._store.run
         return found.save_id in self._begun or (run is not None and found.run == run)
 
-    def _supersede(self, step: int, save_id: str) -> None:
-        """Let this run's steps count as the newest, if others saved later ones."""
+    def _supersede(self, step: int) -> None:
+        """Let this run's steps count as the newest, if others saved later ones.
+
+        They do from the beginning of its first save on, whatever comes of that.
+        """
         base = self.resumed if self.went_back and self.resumed is not None else step
         if self._superseded_from is not None and self._superseded_from <= base:
             return
@@ -307,20 +301,13 @@ class Coordinator:
             self._superseded_from = base  # else the next save looks again
         new = [found for found in later if not found.is_superseded]
         if new:
-            self._older = [found.key for found in new]
-            self._store.supersede(self._older, (step, save_id))
+            self._store.supersede(found.key for found in new)
             names = ", ".join(str(found.number) for found in new[:6])
             self.problems.append(
                 f"there are later steps, which this run did not save ({names}"
                 f"{', …' if len(new) > 6 else ''}): from now on step {step} and those after it "
                 "count as newer. Delete the later ones if you do not need them"
             )
-
-    def _settle_older(self) -> None:
-        """Let the steps that were superseded count as older from now on."""
-        if self._older:
-            self._store.supersede(self._older)
-            self._older = []
 
     def _is_late(self, found: Step) -> bool:
         """Return whether another run committed a step after this run took over."""
@@ -335,7 +322,6 @@ class Coordinator:
                 self._store.put_files(step, self._late_files)
             finally:
                 self._store.settle(step, save_id)
-            self._settle_older()
         except (OSError, RunTakenOverError) as error:
             self.problems.append(
                 f"step {step} is saved, but its notes or extra_files are not all in place: {error}"
@@ -418,11 +404,10 @@ class Coordinator:
         """
         if step is not None:
             self._find(step)
-        names = self._store.names()
-        if not names:
+        if not self._store.names():
             return  # the first save takes over
         try:
-            self._begin_run(names)
+            self._store.take_over()
         except OSError as error:
             # A reader without write access can load. The first save tries again.
             if not isinstance(error, PermissionError) and error.errno not in (errno.EROFS, *_FULL):
@@ -499,7 +484,6 @@ class Coordinator:
         """Forget the saves before a load: it may change what was frozen, or go back."""
         self._begun.clear()
         self._superseded_from = None
-        self._older = []
 
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store metrics of a step beside it.

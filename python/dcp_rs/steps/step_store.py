@@ -325,21 +325,14 @@ class StepStore(ABC):
                         found.add(name)
         return sorted(found)
 
-    def supersede(self, keys: Iterable[str], by: tuple[int, str] | None = None) -> None:
-        """Note that these saves are older than all others, whatever their numbers are.
-
-        Args:
-            keys: the keys of their steps.
-            by: number and id of a save that is to come. Until it is committed, the note is void.
+    def supersede(self, keys: Iterable[str]) -> None:
+        """Note that the saves with these keys are older than all others, whatever their numbers.
 
         Raises:
             RunTakenOverError: another run began here.
         """
         with self.holding():
-            older = self.superseded()
-            note: dict[str, Any] = {"older": sorted(older), "by": by, "then": sorted(keys)}
-            if by is None:
-                note = {"older": sorted({*older, *keys})}
+            note = {"older": sorted({*self.superseded(), *keys})}
             self._put(self.path / notes.OLDER_NAME, json.dumps(note).encode())
 
     def superseded(self, names: Iterable[str] | None = None) -> set[str]:
@@ -352,16 +345,9 @@ class StepStore(ABC):
             return set()
         (data,) = self._read([self.path / notes.OLDER_NAME])
         try:
-            note = json.loads(data or b"{}")
-            older = set(map(str, note["older"]))
-            if note.get("by") is not None:
-                number, save_id = note["by"]
-                found = self.look_at(int(number))
-                if isinstance(found, Step) and found.save_id == save_id:
-                    older |= set(map(str, note["then"]))
-        except (ValueError, TypeError, KeyError, AttributeError):
+            return set(map(str, json.loads(data or b"{}")["older"]))
+        except (ValueError, TypeError, KeyError):
             return set()
-        return older
 
     def is_run(self) -> bool:
         """Return whether the root has steps, and is no checkpoint itself."""
