@@ -593,7 +593,8 @@ def test_root_out_of_reach_delays_no_save_and_is_told(tmp_path, server):
     for why, told in ranks(2, save_while_the_root_is_gone, base=base, keep_local=1, **at):
         assert "1, 2, 3" in why
         # One warning for each step, however many attempts there were.
-        assert sorted(text.split()[1] for text in told) == ["1", "2", "3"]
+        steps = [re.search(r"step (\d) is on the nodes", text)[1] for text in told]
+        assert sorted(steps) == ["1", "2", "3"]
     # What is still to go up outlives keep_local.
     assert steps_at(base / "node0") == ["step-1", "step-2", "step-3"]
     # A restart loads the newest step of the nodes meanwhile.
@@ -724,12 +725,12 @@ def test_later_step_does_not_reach_the_root_while_the_run_goes_back(tmp_path, mo
             manager.save(step, {"x": torch.zeros(3)})
     shutil.rmtree(root / "step-4")
     go_on, has_begun = threading.Event(), threading.Event()
-    note, access, begin = NodeStepStore.note, NodeLoad.access, Coordinator.begin_upload
+    look, access, begin = NodeStepStore.look_at, NodeLoad.access, Coordinator.begin_upload
 
-    def read_note(store, step):
+    def look_at(store, number):
         if threading.current_thread() is not threading.main_thread():
             assert go_on.wait(60)
-        return note(store, step)
+        return look(store, number)
 
     def read_while_it_begins(load, choice):
         if choice.step == 1:
@@ -741,7 +742,7 @@ def test_later_step_does_not_reach_the_root_while_the_run_goes_back(tmp_path, mo
         begin(coordinator, step, files, force=force)
         has_begun.set()
 
-    monkeypatch.setattr(NodeStepStore, "note", read_note)
+    monkeypatch.setattr(NodeStepStore, "look_at", look_at)
     monkeypatch.setattr(NodeLoad, "access", read_while_it_begins)
     monkeypatch.setattr(Coordinator, "begin_upload", begin_upload)
     with CheckpointManager(root, **options) as manager:

@@ -391,19 +391,8 @@ class Coordinator:
 
     # --- loads
 
-    def take_over(self, step: int | None = None) -> None:
-        """Begin a run at the root, if it exists and can be written to.
-
-        Args:
-            step: the step that the caller names. If it is not there, the load fails, and must not
-                end the run of another job.
-
-        Raises:
-            CheckpointNotFoundError: there is no such step.
-            ValueError: ``step`` is not a number from 0 on.
-        """
-        if step is not None:
-            self._find(step)
+    def take_over(self) -> None:
+        """Begin a run at the root, if it exists and can be written to."""
         if not self._store.names():
             return  # the first save takes over
         try:
@@ -433,7 +422,11 @@ class Coordinator:
         """
         self.forget_saves()
         if step is not None:
-            return self._find(step), []
+            check_step(step)
+            named = self._store.look_at(step)
+            if not isinstance(named, Step):
+                raise self._not_found(step, named)
+            return named, []
         names = self._store.names()
         if strangers := self._store.strangers(names):
             self.problems.append(
@@ -472,13 +465,6 @@ class Coordinator:
             msg = f"{self._store.path} has steps, and none can be resumed from: {why}"
             raise CheckpointNotFoundError(msg, path=self._store.path)
         return None, skipped
-
-    def _find(self, step: int) -> Step:
-        check_step(step)
-        found = self._store.look_at(step)
-        if not isinstance(found, Step):
-            raise self._not_found(step, found)
-        return found
 
     def forget_saves(self) -> None:
         """Forget the saves before a load: it may change what was frozen, or go back."""

@@ -789,10 +789,14 @@ class CheckpointManager:
         step = None if wanted is None else step_number(wanted)
         self._settle()
         self._ranks.run(check)
+        is_partial = bool(options.get("allow_partial_load") or options.get("partial"))
+        # Each attempt iterates over globs and views.
+        options = {name: repeatable(value) for name, value in options.items()}
+        load = partial(load, **self._ranks.options, **options)
         # If the run goes back, no later step may reach the root meanwhile.
         uploads = self._nodes.uploads if self._nodes is not None and take_over else None
         with nullcontext() if uploads is None else uploads.paused():
-            return self._load_now(step, load, take_over=take_over, **options)
+            return self._load_now(step, load, take_over=take_over, is_partial=is_partial)
 
     def _load_now(
         self,
@@ -800,53 +804,34 @@ class CheckpointManager:
         load: Callable[..., LoadReport | None],
         *,
         take_over: bool,
-        **options: Any,
+        is_partial: bool,
     ) -> int | None:
         places = None if self._nodes is None else NodeLoad(self._nodes)
         nodes = places if take_over else None  # else nothing is written, to nodes neither
-        if nodes is not None:
-            nodes.take_over(step)
-        elif take_over:
-            self._store.run, self._store.since = self._ranks.decide(
-                step, partial(self._take_over, step)
-            )
-        self.report = None
-        options = {**self._ranks.options, **options}
-        # Each attempt iterates over globs and views.
-        options = {name: repeatable(value) for name, value in options.items()}
-        is_partial = bool(options.get("allow_partial_load") or options.get("partial"))
-
-        def attempt(choice: Choice) -> str | None:
-            assert choice.step is not None  # noqa: S101  # there is a step
-            path, access = self.path(choice.step), self._store.access
-            if places is not None:
-                path, access = places.access(choice)
-            # Another place may have what this one lacks.
-            is_final = choice.save_id is None and step is not None
-            is_only = choice.save_id is None and is_partial
-            load_now = partial(load, path, **access, **options)
-            try:
-                return self._attempt(load_now, is_final=is_final, is_only=is_only)
-            except PlanError as error:  # the caller may not know which step it is
-                error.path = error.path or str(path)
-                error.add_note(f"This is step {choice.step}: {path}")
-                raise
-
         damaged: dict[int, str] = {}
+        # A load of a step that is nowhere fails here. It must not end the run of another job.
+        choice = None if step is None else self._choose(step, damaged, nodes)
+        if nodes is not None:
+            nodes.take_over()
+        elif take_over:
+            self._store.run, self._store.since = self._ranks.broadcast(self._take_over)
+        self.report = None
+        is_last = step is not None or is_partial
         while True:
-            choice = self._choose(step, damaged, nodes)
+            choice = choice or self._choose(step, damaged, nodes)
             self.passed_over = choice.skipped
             if choice.step is None:
                 break
             # A step that one rank finds damaged, no rank takes.
-            results = self._ranks.all_gather(partial(attempt, choice))
-            reasons = [why for why in results if why is not None]
+            attempt = partial(self._attempt, load, choice, places, is_last=is_last)
+            reasons = [why for why in self._ranks.all_gather(attempt) if why is not None]
             if not reasons:
                 break
             if nodes is None or choice.save_id is None:
                 damaged[choice.step] = reasons[0]
             elif not nodes.repair(choice, reasons[0]) and is_partial:
                 raise CorruptDataError(reasons[0], path=self.path(choice.step))
+            choice = None
         self._end_load(choice.step, went_back=step is not None, take_over=take_over)
         self._ranks.run(partial(self._warn_of, choice.skipped))
         if nodes is not None and choice.step is not None:
@@ -862,25 +847,34 @@ class CheckpointManager:
             raise TypeError(msg)
 
     def _attempt(
-        self, load: Callable[[], LoadReport | None], *, is_final: bool, is_only: bool
+        self,
+        load: Callable[..., LoadReport | None],
+        choice: Choice,
+        places: NodeLoad | None,
+        *,
+        is_last: bool,
     ) -> str | None:
         """Load a step. Return why it is damaged; None if it is not.
 
-        Args:
-            load: loads it.
-            is_final: no other step takes its place.
-            is_only: none does after a part of it was read.
+        If it ``is_last``, no other step takes its place: the caller named it, or a partial load of
+        it may leave in the state what was read by then.
         """
+        assert choice.step is not None  # noqa: S101  # there is a step
+        path, access = self.path(choice.step), self._store.access
+        if places is not None:
+            path, access = places.access(choice)
         try:
-            self.report = load()
+            self.report = load(path, **access)
+        except PlanError as error:  # the caller may not know which step it is
+            error.path = error.path or str(path)
+            error.add_note(f"This is step {choice.step}: {path}")
+            raise
         except _DAMAGED as error:
-            if is_final:
-                raise
-            if is_only and isinstance(error, CorruptDataError):
+            # Of a save on nodes, another node may have what this one lacks.
+            if is_last and choice.save_id is None:
                 error.add_note(
-                    "No older step takes the place of this one: a partial load of it may leave in "
-                    "the state what was read of this one. Make the state anew, and name the step "
-                    "to load."
+                    "No older step takes the place of this one. After a partial load, the state "
+                    "may have some of it: make the state anew, and name the step to load."
                 )
                 raise
             return str(error)
@@ -917,8 +911,8 @@ class CheckpointManager:
     def _coordinators(self) -> list[Coordinator]:
         return [self._coordinator, *([] if self._nodes is None else [self._nodes.own])]
 
-    def _take_over(self, step: int | None) -> tuple[str | None, float]:
-        self._coordinator.take_over(step)
+    def _take_over(self) -> tuple[str | None, float]:
+        self._coordinator.take_over()
         return self._store.run, self._store.since
 
     # --- the end

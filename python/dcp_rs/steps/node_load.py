@@ -48,12 +48,10 @@ class _Held:
     Attributes:
         step: the step; without a save id if the folder has no index.
         lengths: the lengths of the data files, the notes, the user's files and the index, by name.
-        note: the note of the save.
     """
 
     step: Step
     lengths: Mapping[str, int]
-    note: notes.Note | None = None
 
     @property
     def age(self) -> tuple[tuple[bool, int], float]:
@@ -92,17 +90,10 @@ class NodeLoad:
         self._damaged: set[tuple[int, str]] = set()  # nodes, and files there
         self._wanted: set[tuple[int, str]] = set()  # nodes, and files that reads lacked there
 
-    def take_over(self, step: int | None) -> None:
-        """Begin a run in the folder of each node, and at the root if it can be reached.
-
-        Args:
-            step: the step that the caller names. If it is nowhere, the load will fail, and does not
-                end the run of another job.
-        """
+    def take_over(self) -> None:
+        """Begin a run in the folder of each node, and at the root if it can be reached."""
         nodes = self._nodes
         nodes.saved = 0
-        if step is not None and not self._ranks.decide_by(step, partial(self._has, step), any):
-            return
 
         def take() -> None:
             if self._ranks.is_coordinator:
@@ -116,14 +107,6 @@ class NodeLoad:
                 nodes.own.forget_saves()
 
         self._ranks.run(take)
-
-    def _has(self, step: int) -> bool:
-        """Return whether this node has something of a step; on the coordinator, or the root."""
-        if self._nodes.is_leader and self._store.look_at(step) is not None:
-            return True
-        with suppress(OSError):  # the root cannot be reached
-            return self._ranks.is_coordinator and self._root_store.look_at(step) is not None
-        return False
 
     # --- the choice
 
@@ -167,14 +150,14 @@ class NodeLoad:
         return [self._look_at(step) for step in steps]
 
     def _look_at(self, step: Step) -> _Held:
-        note, lengths = self._store.note(step), self._store.lengths(step.number)
-        beside = {INDEX_NAME, *(note.files if note else ())}
+        lengths = self._store.lengths(step.number)
+        beside = {INDEX_NAME, *(step.note.files if step.note else ())}
         own = {
             name: nbytes
             for name, nbytes in lengths.items()
             if is_data_file(name) or name in beside or notes.id_of(name) == step.save_id
         }
-        return _Held(step, own, note)
+        return _Held(step, own)
 
     def _decide(self, step: int | None, damaged: Mapping[int, str]) -> _Plan:
         """Decide on the newest step, or on that which the caller names."""
@@ -184,7 +167,7 @@ class NodeLoad:
         for save in reversed(self._saves()):
             if save.step.save_id in self._unusable or step not in (None, save.step.number):
                 continue
-            if at_root is not None and is_older_than_root(save.step, save.note, at_root):
+            if at_root is not None and is_older_than_root(save.step, at_root):
                 break
             if (plan := self._plan(save.step)) is not None:
                 return plan
@@ -345,8 +328,8 @@ class NodeLoad:
         def plan() -> _Plan:
             nonlocal due
             if due is None:
-                saves = [save for save in self._saves() if is_to_go_up(save.step, save.note)]
-                due = [save.step for save in saves if save.step.number <= last]
+                steps = [save.step for save in self._saves() if is_to_go_up(save.step)]
+                due = [step for step in steps if step.number <= last]
                 with suppress(OSError):
                     at_root = None if self._at_root is None else self._at_root[0]
                     due = newer_than_root(due, self._root_store, at_root)

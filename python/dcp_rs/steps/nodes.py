@@ -22,7 +22,6 @@ from dcp_rs.options import local_ranks
 from dcp_rs.steps.coordinator import Coordinator, ExtraFiles, check_save
 from dcp_rs.steps.exchange import Transfer, send_files
 from dcp_rs.steps.folder_store import FolderStepStore
-from dcp_rs.steps.notes import Note
 from dcp_rs.steps.ranks import ManagerRanks
 from dcp_rs.steps.retention import Policies
 from dcp_rs.steps.step_store import File, Files, Step, StepStore
@@ -119,20 +118,20 @@ def newer_than_root(
     return list(saves)
 
 
-def is_older_than_root(step: Step, note: Note | None, at_root: Step) -> bool:
-    """Return whether a step at the root counts as newer than one on a node, with its note."""
+def is_older_than_root(step: Step, at_root: Step) -> bool:
+    """Return whether a step at the root counts as newer than one on a node."""
     if step.is_superseded or step.save_id == at_root.save_id:
         return step.is_superseded
-    if note and note.went_back and at_root.saved < step.committed:
+    if step.note and step.note.went_back and at_root.saved < step.committed:
         return False  # the run left that step behind, and the root was not told yet
     if at_root.number == step.number:  # it was saved again
         return at_root.saved >= step.saved
     return at_root.number > step.number
 
 
-def is_to_go_up(step: Step, note: Note | None) -> bool:
-    """Return whether a step on a node, given the note of its save, is to go to the root."""
-    return note is not None and note.upload is True and not step.is_superseded
+def is_to_go_up(step: Step) -> bool:
+    """Return whether a step on a node is to go to the root."""
+    return step.note is not None and step.note.upload is True and not step.is_superseded
 
 
 def bytes_at(lengths: Mapping[str, int], index: _core.Index) -> int:
@@ -400,13 +399,12 @@ class Nodes:
             return on_node
         if on_node is None or at_root is None:
             return on_node or at_root
-        is_older = is_older_than_root(on_node, self.store.note(on_node), at_root)
-        return at_root if is_older else on_node
+        return at_root if is_older_than_root(on_node, at_root) else on_node
 
     def report(self) -> TierReport:
         """Look at the steps of this node and at the root."""
         steps = self.store.look().steps
-        behind = [step for step in steps if is_to_go_up(step, self.store.note(step))]
+        behind = [step for step in steps if is_to_go_up(step)]
         newest: Step | None = None
         there: dict[int, Mapping[str, int]] = {}
         with suppress(OSError):
@@ -428,8 +426,6 @@ class Nodes:
         """Warn of the problems of this node."""
         for problem in self.own.untold():
             warn_caller(f"{self.store.path}: {problem}")
-        for problem in self.uploads.problems():
-            warn_caller(problem)
 
     def close(self) -> None:
         """Wait for the uploads. Every rank calls it.

@@ -76,7 +76,7 @@ class Step:
         linked: the bytes of the files that it shares with the step that it reused.
         files: the bytes of its data files. Steps that share a file have the same key for it.
         metrics: the metrics of the save.
-        run: the id of the run that saved it, if it is known.
+        note: the note of the save, if there is one.
         committed: the time of the commit, by the clock that dates files.
         is_stock: whether torch saved it. Policies never remove it.
         is_superseded: whether all other steps count as newer, whatever their numbers are.
@@ -93,10 +93,15 @@ class Step:
     files: Mapping[Any, int] = field(default_factory=dict, repr=False, compare=False)
     metrics: Mapping[str, float] = field(default_factory=dict)
     verified: bool = False
-    run: str | None = field(default=None, repr=False, compare=False)
+    note: notes.Note | None = field(default=None, repr=False, compare=False)
     committed: float = field(default=0.0, repr=False, compare=False)
     is_stock: bool = field(default=False, repr=False)
     is_superseded: bool = field(default=False, repr=False)
+
+    @property
+    def run(self) -> str | None:
+        """The id of the run that saved it, if it is known."""
+        return None if self.note is None else self.note.run
 
     @property
     def key(self) -> str:
@@ -576,7 +581,7 @@ class StepStore(ABC):
             files=sizes,
             metrics={**(note.metrics if note else {}), **(later.metrics if later else {})},
             verified=verified_name(save_id) in files,
-            run=note.run if note else None,
+            note=note,
             committed=committed,
         )
         # The listing tells of all its data, and nothing of it went.
@@ -742,12 +747,6 @@ class StepStore(ABC):
         """Return the length of each file in the folder of a step, by name."""
         files = self._list([self.folder(number)])[0] or {}
         return {name: file.nbytes for name, file in files.items() if file.is_file}
-
-    def note(self, step: Step) -> notes.Note | None:
-        """Return the note of a save, if there is one."""
-        names = saved_name(step.save_id), saving_name(step.save_id)
-        found = map(notes.read, self._read([step.path / name for name in names]))
-        return next((note for note in found if note is not None), None)
 
     def put_files(self, number: int, files: Mapping[str, bytes]) -> None:
         """Put files of the user into the folder of a step."""

@@ -62,7 +62,6 @@ class Uploads:
         self._node, self._root, self._coordinator = node, root, coordinator
         self._changed = threading.Condition()  # its lock may be taken again
         self._queue: list[_Upload] = []
-        self._problems: list[str] = []
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._is_ending = False
@@ -111,12 +110,6 @@ class Uploads:
         with self._changed:
             self._queue = [each for each in self._queue if each.number not in steps]
 
-    def problems(self) -> list[str]:
-        """Return what went wrong since the last call, once for each step."""
-        with self._changed:
-            problems, self._problems = self._problems, []
-        return problems
-
     def end(self) -> None:
         """Let the thread end after one more attempt for each step, or after its file."""
         with self._changed:
@@ -147,7 +140,7 @@ class Uploads:
                 self._queue = [other for other in self._queue if other is not each]
 
     def _note(self, error: Exception, steps: list[_Upload]) -> None:
-        """Note why steps are not at the root, once for each."""
+        """Note in the problems of the node why steps are not at the root, once for each."""
         if isinstance(error, RunTakenOverError):
             self._taken_over = error
         with self._changed:
@@ -155,7 +148,7 @@ class Uploads:
                 if not step.is_told and step in self._queue:
                     step.is_told = True
                     where = f"step {step.number} is on the nodes, and not at {self._root.path}"
-                    self._problems.append(f"{where}: {error}")
+                    self._node.problems.append(f"{where}: {error}")
 
     def _run(self) -> None:
         pause = _PAUSE
@@ -189,7 +182,7 @@ class Uploads:
             step.files = [name for name in step.files if there.get(name) != sizes[name]]
             step.is_new = True
         if self._coordinator is not None and not step.has_begun:
-            note = self._node.note(found)
+            note = found.note
             extra = {name: (folder / name).read_bytes() for name in (note.files if note else ())}
             with self._lock:
                 if not self._is_queued(step):
