@@ -20,7 +20,8 @@ def run(tmp_path):
             manager.save(step, {"w": torch.ones(1000)}, metrics={"loss": loss, "lr": 0.1})
         manager.save(400, {"w": torch.ones(1000)})
         (manager.path(400) / "index.dcprs").unlink()
-        manager._store.begin(150, "0" * 32, {})  # killed at once
+        manager._store.begin(150, "0" * 32, {})  # killed at once, long ago
+        os.utime(manager.path(150) / f"saving-{0:032x}.json", (0, 0))
     return tmp_path / "run"
 
 

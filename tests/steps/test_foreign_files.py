@@ -36,7 +36,6 @@ def leave_unfinished(run, step, foreign):
         (store.folder(step) / foreign).mkdir()
     else:
         (store.folder(step) / foreign).write_text("theirs")
-    store.release()
 
 
 @pytest.mark.parametrize("foreign", FOREIGN)

@@ -578,8 +578,9 @@ def test_a_killed_save_stops_nobody_where_locks_tell_nothing(run, monkeypatch):
     )
     with CheckpointManager(run) as manager:
         manager.save(1, state_of(1))
-        for step in (0, 2, 3):
+        for step in (0, 3, 2):
             killed(manager, step)
+        assert manager._store.look_at(3).kind == "unfinished"  # another save began since
         assert manager._store.look_at(2).kind == "unknown"
         manager.save(2, state_of(2))  # beside it
         assert len(list(manager.path(2).glob("g*"))) == 2
@@ -807,24 +808,6 @@ def test_a_prune_from_outside_leaves_a_save_alone_that_has_no_data_yet(run):
             20: {},
             21: {"loss": 1.0},
             30: {},
-        }
-
-
-def test_a_prune_from_outside_leaves_a_step_alone_that_is_being_replaced(run):
-    """It removed the step with the folder that the save wrote to, and the save failed."""
-    with CheckpointManager(run) as manager:
-        for step in (20, 30, 40):
-            manager.save(step, state_of(step))
-        assert loaded(manager, 20) == 20
-        with saves_held_up():
-            manager.async_save(30, state_of(30), force=True, metrics={"loss": 1.0})
-            done = prune(FolderStepStore(run), Policies(keep_last=1))
-        manager.wait()
-        assert [step.number for step in done.removed] == [40]  # the run went back to 20
-        assert done.problems == ["step 30 was not removed: a save is replacing it"]
-        assert {step.number: dict(step.metrics) for step in manager.steps()} == {
-            20: {},
-            30: {"loss": 1.0},
         }
 
 

@@ -83,7 +83,7 @@ def test_damaged_steps_are_skipped_and_never_removed(root, store):
 
 
 def test_killed_saves_are_swept_below_a_newer_step(root, store):
-    """On a store, a day later: until then nothing tells them from saves that go on."""
+    """On a store, or without data, a day later: until then they may go on."""
     for number in (10, 11, 12, 13):
         save_step(store, number, settle=False)
     root.cut_data(11)
@@ -94,14 +94,15 @@ def test_killed_saves_are_swept_below_a_newer_step(root, store):
     if isinstance(root, FolderRoot):
         root.write("step-13/index.dcprs.0123456789abcdef.tmp", index)
         root.write(f"step-13/saving-{0:032x}.json.0123456789abcdef.tmp", b"{")
-    assert [found.kind for found in store.look().passed_over] == [root.young] * 4
+    kinds = [root.young, root.young, "unknown", root.young]  # of the third there is a note alone
+    assert [found.kind for found in store.look().passed_over] == kinds
     assert store.latest() is None
     save_step(store, 5)
     assert store.sweep().left == []  # newer ones may be under way
     save_step(store, 20)
     if isinstance(root, StoreRoot):
         assert store.sweep().left == []
-        root.age()
+    root.age()
     for skipped in store.look().passed_over:
         assert skipped.kind == "unfinished"
         assert str(skipped) == f"step-{skipped.number}: its save did not finish"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +20,16 @@ from dcp_rs.checkpoint.clean import leftovers
 from dcp_rs.checkpoint.folders import INDEX_NAME, local_path, make_folder, sync
 from dcp_rs.errors import CheckpointNotFoundError, SaveInProgressError
 from dcp_rs.steps import notes
-from dcp_rs.steps.step_store import File, Files, Listing, SkipKind, SkippedStep, Step, StepStore
+from dcp_rs.steps.step_store import (
+    File,
+    Files,
+    Listing,
+    SkipKind,
+    SkippedStep,
+    Step,
+    StepStore,
+    is_old,
+)
 
 T = TypeVar("T")
 
@@ -50,7 +58,6 @@ class FolderStepStore(StepStore):
         self.fsync = fsync
         self.path = absolute(local_path(path))
         self.access: Mapping[str, Any] = {}
-        self._claimed: int | None = None  # an open note, which is locked
 
     # --- files
 
@@ -137,12 +144,14 @@ class FolderStepStore(StepStore):
     def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> SkipKind:
         # An index without its final name is claimed by the lock of the folder, which may be ours.
         verdicts = {left.verdict for left in leftovers(self.folder(number)) if left.kind == "data"}
-        # Before a save writes data, its note alone is claimed.
-        if "in use" in verdicts or self.is_claimed(number):
+        if "in use" in verdicts:
             return "in use"
         if "whole" in verdicts and not any(name.startswith("saving-") for name in files):
             return "no index"
-        return "unknown" if "young" in verdicts and not is_over else "unfinished"
+        # Before a save writes data, only the age of its note tells.
+        has_young_note = any(notes.id_of(name) and not is_old(files[name]) for name in files)
+        is_young = "young" in verdicts or (not verdicts and has_young_note)
+        return "unknown" if is_young and not is_over else "unfinished"
 
     # --- the run and its saves
 
@@ -157,24 +166,6 @@ class FolderStepStore(StepStore):
 
     def _now(self) -> float:
         return (self.path / _core.LOCK_NAME).stat().st_mtime
-
-    def _claim(self, note: Path) -> None:
-        self.release()
-        self._claimed = os.open(note, os.O_RDWR)
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._claimed, fcntl.LOCK_EX)
-
-    def release(self) -> None:
-        """Release the claim on a save. See :meth:`StepStore.release`."""
-        claimed, self._claimed = self._claimed, None
-        if claimed is not None:
-            with suppress(OSError):  # as above
-                fcntl.flock(claimed, fcntl.LOCK_UN)  # that of forked processes, too
-            os.close(claimed)
-
-    def is_claimed(self, number: int) -> bool:
-        """Return whether a process claims a save. See :meth:`StepStore.is_claimed`."""
-        return any(map(_is_claimed, self.folder(number).glob("saving-*.json")))
 
     def point_to(self, number: int) -> None:
         """Let the link ``latest`` in the root lead to a step. See :meth:`StepStore.point_to`."""
@@ -331,19 +322,6 @@ def _read_file(path: Path) -> bytes | None:
         return path.read_bytes() if is_short and stat.S_ISREG(about.st_mode) else b""
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _is_claimed(note: Path) -> bool:
-    """Return whether a process is saving: it holds a lock on the note of its save."""
-    try:
-        opened = os.open(note, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
-        try:
-            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        finally:
-            os.close(opened)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)  # else it is gone, or there are no locks
-    return False
 
 
 def _removed(path: Path) -> str:

@@ -966,12 +966,10 @@ class CheckpointManager:
         self._closed = True
         if self._nodes is not None:
             self._nodes.uploads.end()
-            self._nodes.store.release()
         try:
             self._preemption.close()
         finally:
             self._ranks.close()
-            self._store.release()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -1005,7 +1003,6 @@ class CheckpointManager:
             )
             raise UnsupportedError(msg)
         failed = self._ranks.retire()
-        self._store.release()
         if failed is not None and isinstance(failed.exception(), RankLostError):
             failed, self._lost = None, self._begun
         self._ranks = ManagerRanks(process_group, no_dist=False)
@@ -1107,14 +1104,10 @@ class CheckpointManager:
     def _settle(self) -> None:
         """Wait for the save in the background. Raise on every rank if it failed on one."""
         self._check_open()
-        try:
-            if self._ranks.pending is not None:
-                step = None if self._begun is None else self._begun[0]
-                with self._may_fail(step), self._explaining():
-                    self._ranks.settle(self._warn)
-        finally:
-            if self._ranks.pending is None:
-                (self._store if self._nodes is None else self._nodes.store).release()
+        if self._ranks.pending is not None:
+            step = None if self._begun is None else self._begun[0]
+            with self._may_fail(step), self._explaining():
+                self._ranks.settle(self._warn)
 
     @contextmanager
     def _may_fail(self, step: int | None, failed: SaveFuture | None = None) -> Iterator[None]:

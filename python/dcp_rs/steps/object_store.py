@@ -27,12 +27,10 @@ from dcp_rs.checkpoint.folders import INDEX_NAME
 from dcp_rs.errors import CorruptDataError
 from dcp_rs.steps import notes
 from dcp_rs.steps.folder_store import FolderStepStore
-from dcp_rs.steps.step_store import File, Files, SkipKind, SkippedStep, StepStore
+from dcp_rs.steps.step_store import File, Files, SkipKind, SkippedStep, StepStore, is_old
 
 #: Bound on the memory of an upload of a file.
 _UPLOAD_BYTES = 64 << 20
-#: Seconds. A save may still be under way if it stored something after that.
-_DAY = 24 * 60 * 60
 
 
 class ObjectStepStore(StepStore):
@@ -64,7 +62,7 @@ class ObjectStepStore(StepStore):
         now, listed = time.time(), self._store().list(folders)
         return [
             {
-                **{name: File(0, name, None, -_DAY, is_file=False) for name in inner},
+                **{name: File(0, name, None, 0.0, is_file=False) for name in inner},
                 **{name: File(n, folder / name, tag, now - age) for name, n, age, tag in files},
             }
             or None
@@ -121,7 +119,7 @@ class ObjectStepStore(StepStore):
         return [files.get(entry.name) for entry in entries]
 
     def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> SkipKind:
-        return "unknown" if not is_over and any(map(_is_young, files.values())) else "unfinished"
+        return "unknown" if not is_over and not all(map(is_old, files.values())) else "unfinished"
 
     # --- the run
 
@@ -166,7 +164,7 @@ class ObjectStepStore(StepStore):
         files = self._walk(left.path)
         if INDEX_NAME not in files:
             self.check_run()  # after the walk, which has nothing of a run that begins later
-            old = {name for name, file in files.items() if left.is_over or not _is_young(file)}
+            old = {name for name, file in files.items() if left.is_over or is_old(file)}
             self._delete(left.path, old)
 
 
@@ -182,11 +180,6 @@ class _StoredNote:
 
     def write(self, data: bytes) -> None:
         self.store().put(self.path, data)
-
-
-def _is_young(file: File) -> bool:
-    """Return whether the file may be of a save that is under way."""
-    return time.time() - file.changed < _DAY
 
 
 def step_store_at(

@@ -297,9 +297,6 @@ def prune(
         done.problems.append("nothing was removed: no step that would stay is as its digests say")
         return done
     for step in gone:
-        if store.is_claimed(step.number):
-            done.problems.append(f"step {step.number} was not removed: a save is replacing it")
-            continue
         try:
             store.remove(step.number)
         except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ _LOOKS_LIKE_A_STEP = re.compile(
 _AT_ONCE = 16
 #: The number of looks at a step that seems damaged, or whose files go during a look.
 _LOOKS = 3
+#: Seconds. A save may still be under way if it stored something after that.
+_DAY = 24 * 60 * 60
 #: The most folders in the root that are looked at for other checkpoints.
 _OTHERS = 1_000
 #: Names of temporary files, of the lock, and of open files that were deleted on NFS or FUSE.
@@ -132,7 +135,7 @@ class SkippedStep:
             is complete, but its index is gone. ``"foreign"``: it holds something that this version
             of this package does not know. ``"unreadable"``: it cannot be read. ``"damaged"``: it
             lacks data, or is not what was saved.
-        is_over: an earlier run began the save, and cannot commit it any more.
+        is_over: an earlier run, or this one, began the save, and cannot commit it any more.
         is_left: it is unfinished, and a save wrote all that it holds.
         is_on_node: the root is the folder of a node, and other nodes may have what it lacks.
     """
@@ -210,6 +213,11 @@ class RunNote(Protocol):
 Files = Mapping[str, File]
 
 
+def is_old(file: File) -> bool:
+    """Return whether a save that is under way cannot have stored this file: it is a day old."""
+    return time.time() - file.changed > _DAY
+
+
 def _is_note(name: str, file: File) -> bool:
     """Return whether a file may be a note."""
     return notes.id_of(name) is not None and file.is_file and file.nbytes <= notes.MAX_BYTES
@@ -251,6 +259,7 @@ class StepStore(ABC):
             raise ValueError(msg)
         self._step_name = step_name
         self.problems: list[str] = []
+        self._saving = ""  # the id of the last save that began here
         # A longer number is part of another thing's name.
         before, after = re.split(r"\{.*\}", step_name)
         self._pattern = re.compile(f"{re.escape(before)}([0-9]{{1,18}}){re.escape(after)}")
@@ -614,8 +623,8 @@ class StepStore(ABC):
         others = {n for n in files if not (_PASSING.fullmatch(n) or notes.is_own(n))}
         others.difference_update(*(note.files for note in read.values()))
         saving = [note for name, note in read.items() if name.startswith("saving-")]
-        runs = {note.run for note in saving} - {None}
-        is_over = bool(runs) and self.run is not None and self.run not in runs
+        has_run = self.run is not None and any(note.run is not None for note in saving)
+        is_over = has_run and saving_name(self._saving) not in read
         kind = self._kind_of_unfinished(number, files, is_over=is_over)
         models = () if saving or kind == "in use" else self._models(number, files, others)
         if models:
@@ -741,7 +750,7 @@ class StepStore(ABC):
         note = self.folder(number) / saving_name(save_id)
         content = {"step": number, "metrics": dict(metrics), "files": sorted(files), **more}
         self._put(note, notes.write(self.run, **content))
-        self._claim(note)
+        self._saving = save_id
 
     def lengths(self, number: int) -> dict[str, int]:
         """Return the length of each file in the folder of a step, by name."""
@@ -753,19 +762,8 @@ class StepStore(ABC):
         for name, data in files.items():
             self._put(self.folder(number) / name, data)
 
-    def _claim(self, note: Path) -> None:  # noqa: B027  # as above
-        """Let other processes see that a save is under way."""
-
-    def release(self) -> None:  # noqa: B027  # as above
-        """Release the claim on the last save that began here: it is over."""
-
-    def is_claimed(self, number: int) -> bool:
-        """Return whether a save to a step is known to be under way. An object store cannot tell."""
-        return False
-
     def settle(self, number: int, save_id: str) -> None:
         """Note that a save is committed. Remove the notes and the user's files of other saves."""
-        self.release()
         self._known.pop(number, None)  # this save may have replaced it
         folder = self.folder(number)
         saved = folder / saved_name(save_id)
