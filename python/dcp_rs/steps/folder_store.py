@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,8 +41,7 @@ class FolderStepStore(StepStore):
 
     Args:
         path: the folder, which need not exist yet.
-        step_name: as for :class:`StepStore`.
-        fsync: sync notes, and removals.
+        step_name, fsync: as for :class:`StepStore`.
 
     Raises:
         UnsupportedError: a path with a scheme.
@@ -54,8 +50,7 @@ class FolderStepStore(StepStore):
     _shares_files = True
 
     def __init__(self, path: StrPath, step_name: str = "step-{}", *, fsync: bool = True) -> None:
-        super().__init__(step_name)
-        self.fsync = fsync
+        super().__init__(step_name, fsync=fsync)
         self.path = absolute(local_path(path))
         self.access: Mapping[str, Any] = {}
 
@@ -155,14 +150,9 @@ class FolderStepStore(StepStore):
 
     # --- the run and its saves
 
-    @contextmanager
-    def _lock(self) -> Iterator[_LockedNote]:
+    def _lock(self) -> _core.FolderLock:
         make_folder(self.path)
-        note = _LockedNote(_core.FolderLock(self.path), fsync=self.fsync)
-        try:
-            yield note
-        finally:
-            note.release()
+        return _core.FolderLock(self.path)
 
     def _now(self) -> float:
         return (self.path / _core.LOCK_NAME).stat().st_mtime
@@ -170,14 +160,8 @@ class FolderStepStore(StepStore):
     def point_to(self, number: int) -> None:
         """Let the link ``latest`` in the root lead to a step. See :meth:`StepStore.point_to`."""
         new = self.path / f"latest.{secrets.token_hex(8)}.tmp"
-        try:
-            new.symlink_to(self.folder(number).name)
-        except OSError as error:  # a file system without links
-            if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            super().point_to(number)
-        else:
-            new.replace(self.path / "latest")
+        new.symlink_to(self.folder(number).name)
+        new.replace(self.path / "latest")
 
     # --- removal
 
@@ -211,9 +195,12 @@ class FolderStepStore(StepStore):
         """Return the folders that were set aside. See :meth:`StepStore.aside`."""
         return [self.path / name for name in names if name.startswith(_REMOVING)]
 
-    def _leftovers(self, found: Listing) -> dict[str, Callable[[], None]]:
-        aside = {_removed(path): partial(_delete, path) for path in self.aside(found.names)}
-        return aside | super()._leftovers(found)
+    def sweep(self, *, since: int = 0) -> Listing:
+        """Remove leftovers. See :meth:`StepStore.sweep`."""
+        found = super().sweep(since=since)
+        for path in self.aside(found.names):
+            self._delete_aside(path)
+        return found
 
     def remove_left(self, left: SkippedStep) -> None:
         """Remove what a killed save left. See :meth:`StepStore.remove_left`."""
@@ -243,32 +230,7 @@ class FolderStepStore(StepStore):
         try:
             _delete(path)
         except OSError as error:
-            self.problems.append(f"{_removed(path)} is still there: {error}")
-
-
-class _LockedNote:
-    """The note of the run: the content of the file whose lock is that of the root.
-
-    A network client may remember what a name led to. It does not remember a lock, so what is read
-    through the locked descriptor is what the last holder wrote.
-    """
-
-    #: Notes have one length, because a network client may remember the length as well.
-    _LENGTH = 512
-
-    def __init__(self, lock: _core.FolderLock, *, fsync: bool) -> None:
-        self._lock: _core.FolderLock | None = lock
-        self._fsync = fsync
-
-    def read(self) -> bytes:
-        return b"" if self._lock is None else self._lock.read()
-
-    def write(self, data: bytes) -> None:
-        if self._lock is not None:
-            self._lock.write(data.ljust(self._LENGTH), self._fsync)
-
-    def release(self) -> None:
-        self._lock = None
+            self.problems.append(f"{path}, which was removed, is still there: {error}")
 
 
 def _retry(look: Callable[[], T]) -> T:
@@ -286,17 +248,13 @@ def _retry(look: Callable[[], T]) -> T:
 def _files_in(folder: Path) -> dict[str, File] | None:
     try:
         with os.scandir(folder) as entries:
-            return {
-                entry.name: _file_at(entry) or (_DANGLING if entry.is_symlink() else _GONE)
-                for entry in entries
-            }
+            return {entry.name: _file_at(entry) or _GONE for entry in entries}
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-#: A link that leads nowhere.
-_DANGLING = File(0, None, None, 0.0, is_file=False)
-#: A file that went after it was listed. It cannot be read, so its step is looked at again.
+#: A file that went after it was listed, or a link that leads nowhere. It cannot be read, so its
+#: step is looked at again.
 _GONE = File(0, None, None, 0.0)
 
 
@@ -322,10 +280,6 @@ def _read_file(path: Path) -> bytes | None:
         return path.read_bytes() if is_short and stat.S_ISREG(about.st_mode) else b""
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _removed(path: Path) -> str:
-    return f"{path}, which was removed,"
 
 
 def _delete(path: Path) -> None:

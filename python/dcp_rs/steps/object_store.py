@@ -7,8 +7,7 @@ on: files without an index are swept after a day.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,9 +122,8 @@ class ObjectStepStore(StepStore):
 
     # --- the run
 
-    @contextmanager
-    def _lock(self) -> Iterator[_StoredNote]:
-        yield _StoredNote(self.path / notes.RUN_NAME, self._store)
+    def _lock(self) -> _StoredNote:
+        return _StoredNote(self.path / notes.RUN_NAME, self._store)
 
     def _now(self) -> float:
         return time.time()
@@ -178,7 +176,7 @@ class _StoredNote:
     def read(self) -> bytes:
         return self.store().read([self.path])[0] or b""
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, fsync: bool) -> None:
         self.store().put(self.path, data)
 
 

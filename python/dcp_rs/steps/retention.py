@@ -278,8 +278,7 @@ def prune(
         since: look at no steps before this one.
     """
     found = store.sweep(since=since)
-    aside = store.aside(found.names)
-    done = Pruned(swept=found.left, aside=aside, problems=found.problems)
+    done = Pruned(swept=found.left, aside=store.aside(found.names))
     steps, seen = found.steps, set[int]()
     while True:
         gone = policies.unneeded(steps, protected, room=room)
@@ -295,7 +294,7 @@ def prune(
     stay = [step for step in steps if step not in gone]
     if gone and verify and not _has_verified(store, stay, done.problems):
         done.problems.append("nothing was removed: no step that would stay is as its digests say")
-        return done
+        gone = []
     for step in gone:
         try:
             store.remove(step.number)

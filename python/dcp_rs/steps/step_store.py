@@ -11,15 +11,13 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from dcp_rs import _core
-from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_foreign
 from dcp_rs.checkpoint.locate import MARKS
 from dcp_rs.checkpoint.verify import VerifyReport, verify
@@ -45,6 +43,8 @@ _LOOKS_LIKE_A_STEP = re.compile(
 _AT_ONCE = 16
 #: The number of looks at a step that seems damaged, or whose files go during a look.
 _LOOKS = 3
+#: Notes of a run have one length, because a network client may remember the length of a file.
+_RUN_NOTE_BYTES = 512
 #: Seconds. A save may still be under way if it stored something after that.
 _DAY = 24 * 60 * 60
 #: The most folders in the root that are looked at for other checkpoints.
@@ -137,7 +137,6 @@ class SkippedStep:
             lacks data, or is not what was saved.
         is_over: an earlier run, or this one, began the save, and cannot commit it any more.
         is_left: it is unfinished, and a save wrote all that it holds.
-        is_on_node: the root is the folder of a node, and other nodes may have what it lacks.
     """
 
     number: int
@@ -146,7 +145,6 @@ class SkippedStep:
     kind: SkipKind
     is_over: bool = field(default=False, repr=False, compare=False)
     is_left: bool = field(default=False, repr=False, compare=False)
-    is_on_node: bool = field(default=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.path.name}: {self.why}"
@@ -159,13 +157,11 @@ class Listing:
     Attributes:
         steps: the whole steps.
         passed_over: the other steps.
-        problems: what a sweep could not remove, and why.
         names: the names in the root.
     """
 
     steps: list[Step]
     passed_over: list[SkippedStep]
-    problems: list[str] = field(default_factory=list)
     names: Sequence[str] = field(default=(), repr=False, compare=False)
 
     @property
@@ -200,13 +196,17 @@ def _by_age(steps: Iterable[Step], superseded: Collection[str]) -> list[Step]:
 
 
 class RunNote(Protocol):
-    """The note that says which run may save and remove steps."""
+    """The note that says which run may save and remove steps. The root is locked while it exists.
+
+    A network client may remember what a name led to. It does not remember a lock, so what is read
+    through the locked descriptor is what the last holder wrote.
+    """
 
     def read(self) -> bytes:
         """Return its bytes, or none."""
 
-    def write(self, data: bytes) -> None:
-        """Replace it, durably."""
+    def write(self, data: bytes, fsync: bool, /) -> None:
+        """Replace it."""
 
 
 #: The content of a folder, by name. Two listings are equal if nothing changed between them.
@@ -231,13 +231,14 @@ class StepStore(ABC):
 
     Args:
         step_name: the name of the folder of a step, with ``{}`` for its number.
+        fsync: sync notes, and removals, where that is not the store's matter.
 
     Attributes:
         path: a folder, which need not exist yet, or a URL.
         access: the arguments with which a save or a load reaches a step.
         run: the id of this process's run, after it took over the root.
         since: the time of that, by the clock that dates files.
-        problems: what was removed from the run and could not be deleted yet, and why.
+        problems: what a removal or a sweep could not delete yet, and why.
 
     Raises:
         ValueError: the name is invalid.
@@ -248,7 +249,7 @@ class StepStore(ABC):
     run: str | None = None
     since: float = 0.0
 
-    def __init__(self, step_name: str) -> None:
+    def __init__(self, step_name: str, *, fsync: bool = True) -> None:
         # Hidden names are those of folders under removal.
         pattern = r"([^/{}.\0][^/{}\0]*)?\{(:0?\d{0,2}d)?\}[^/{}\0]*"
         if not (isinstance(step_name, str) and re.fullmatch(pattern, step_name)):
@@ -257,7 +258,7 @@ class StepStore(ABC):
                 "{:07d} for a number of seven digits"
             )
             raise ValueError(msg)
-        self._step_name = step_name
+        self._step_name, self.fsync = step_name, fsync
         self.problems: list[str] = []
         self._saving = ""  # the id of the last save that began here
         # A longer number is part of another thing's name.
@@ -364,15 +365,13 @@ class StepStore(ABC):
             return set()
 
     def is_run(self) -> bool:
-        """Return whether the root has steps, and is no checkpoint itself."""
+        """Return whether the root has names of steps, and is no checkpoint itself."""
         try:
             names = self.names()
-            if INDEX_NAME in names or STOCK_NAME in names:
-                return False
-            steps = filter(self._pattern.fullmatch, names)
-            return any(self._list([self.path / name])[0] is not None for name in steps)
         except (UnsupportedError, NotADirectoryError):  # a web server lists nothing
             return False
+        has_steps = any(map(self._pattern.fullmatch, names))
+        return has_steps and not {INDEX_NAME, STOCK_NAME} & set(names)
 
     def look(self, *, since: int = 0, recall: bool = False) -> Listing:
         """Look at the steps.
@@ -520,8 +519,6 @@ class StepStore(ABC):
     ) -> Step | SkippedStep:
         """Return the state of a step, given its listing and the bytes of its index and notes."""
         kind: SkipKind = "damaged"
-        read = [note for each in data.values() if (note := notes.read(each)) is not None]
-        is_on_node = INDEX_NAME in files and any(note.upload is not None for note in read)
         try:
             if INDEX_NAME in files:
                 return self._whole_step(number, files, data)
@@ -534,11 +531,13 @@ class StepStore(ABC):
             why, kind = str(error), "foreign"
         except (FileNotFoundError, DcpRsError) as error:
             why = str(error)
-            if is_on_node:
-                why += ". This is the folder of a node (local=): another node may have it"
-        return SkippedStep(
-            number=number, path=self.folder(number), why=why, kind=kind, is_on_node=is_on_node
-        )
+            read = filter(None, map(notes.read, data.values()))
+            if any(note.upload is not None for note in read):
+                why += (
+                    ". This is the folder of a node (local=), and another node may have it: "
+                    f"dcp-rs steps ROOT --local {self.path} counts its files"
+                )
+        return SkippedStep(number=number, path=self.folder(number), why=why, kind=kind)
 
     def _whole_step(self, number: int, files: Files, data: Mapping[str, bytes | None]) -> Step:
         """Return the step of an index.
@@ -571,14 +570,8 @@ class StepStore(ABC):
                 shared.add(file.id)
         save_id = (index.save_id or "").replace("-", "")
         committed = files[INDEX_NAME].changed
-        names = [name for name in (saved_name(save_id), saving_name(save_id)) if name in files]
-        noted = data.get(names[0], b"") if names else None
-        note, later = (notes.read(n) for n in (noted, data.get(annotated_name(save_id))))
-        if note is None and noted is not None:
-            warn_caller(
-                f"{path / names[0]} is not a note of a save, so the step has no metrics, and is as "
-                "old as its index"
-            )
+        note = notes.read(data.get(saved_name(save_id)) or data.get(saving_name(save_id)))
+        later = notes.read(data.get(annotated_name(save_id)))
         step = Step(
             number=number,
             path=path,
@@ -626,8 +619,8 @@ class StepStore(ABC):
         has_run = self.run is not None and any(note.run is not None for note in saving)
         is_over = has_run and saving_name(self._saving) not in read
         kind = self._kind_of_unfinished(number, files, is_over=is_over)
-        models = () if saving or kind == "in use" else self._models(number, files, others)
-        if models:
+        models = [n for n in others if not files[n].is_file or is_foreign(n) or n.endswith(_MODELS)]
+        if models and not saving and kind != "in use":
             kind = "foreign"
         newest = max(saving, key=lambda note: note.saved, default=None)
         why = {
@@ -652,17 +645,6 @@ class StepStore(ABC):
             is_left=kind == "unfinished" and not others and not is_empty,
         )
 
-    def _models(self, number: int, files: Files, others: Iterable[str]) -> list[str]:
-        """Return the files and folders that may be a checkpoint of another program."""
-        names = [name for name in others if is_foreign(name) or name.endswith(_MODELS)]
-        folders = [name for name in others if not files[name].is_file]
-        listed = self._list([self.folder(number) / name for name in folders])
-        return names + [
-            name
-            for name, inner in zip(folders, listed, strict=True)
-            if MARKS & (inner or {}).keys()
-        ]
-
     @abstractmethod
     def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> SkipKind:
         """Return what is known of a save without an index. If ``is_over``, it cannot commit."""
@@ -670,8 +652,8 @@ class StepStore(ABC):
     # --- the run
 
     @abstractmethod
-    def _lock(self) -> AbstractContextManager[RunNote]:
-        """Hold the lock of the root, if it has locks. Yield the note of the run."""
+    def _lock(self) -> RunNote:
+        """Take the lock of the root, if it has locks. Return the note of the run."""
 
     def take_over(self) -> None:
         """Begin a run here. After that, an earlier run can neither commit nor remove anything.
@@ -681,8 +663,11 @@ class StepStore(ABC):
             OSError: the note of the run cannot be written.
         """
         run = uuid.uuid4().hex
-        with self._lock() as note:
-            note.write(notes.write(run))
+        note = self._lock()
+        try:
+            note.write(notes.write(run).ljust(_RUN_NOTE_BYTES), self.fsync)
+        finally:
+            del note  # an error would keep the lock
         self.run, self.since = run, self._now()
 
     @contextmanager
@@ -696,9 +681,10 @@ class StepStore(ABC):
         if self.run is None:
             yield
             return
-        with self._lock() as noted:
+        held = self._lock()
+        try:
             # Nothing is noted if somebody removed the folder meanwhile.
-            if data := noted.read():
+            if data := held.read():
                 note = notes.read(data)
                 if note is None or note.run != self.run:
                     msg = (
@@ -708,6 +694,8 @@ class StepStore(ABC):
                     )
                     raise RunTakenOverError(msg, path=self.path)
             yield
+        finally:
+            del held  # as above
 
     def check_run(self, error: BaseException | None = None) -> None:
         """Raise if another run began here.
@@ -820,26 +808,19 @@ class StepStore(ABC):
             since: look at no steps before this one, and at none twice that was whole.
 
         Returns:
-            The steps before the sweep, and what could not be removed.
+            The steps before the sweep. What could not be removed is in :attr:`problems`.
 
         Raises:
             RunTakenOverError: another run began here.
         """
         found = self.look(since=since, recall=True)
-        problems = []
-        for what, remove in self._leftovers(found).items():
+        for left in found.left:
             try:
-                remove()
+                self.remove_left(left)
             except OSError as error:
-                problems.append(f"{what} is still there: {error}")
-        return replace(found, problems=problems)
-
-    def _leftovers(self, found: Listing) -> dict[str, Callable[[], None]]:
-        """Return what a sweep removes: functions by what they remove, in words."""
-        return {
-            f"{left.path}, of a save that did not finish,": partial(self.remove_left, left)
-            for left in found.left
-        }
+                what = f"{left.path}, of a save that did not finish,"
+                self.problems.append(f"{what} is still there: {error}")
+        return found
 
     @abstractmethod
     def remove_left(self, left: SkippedStep) -> None:

@@ -182,8 +182,6 @@ def _list_steps(path: Path, found: Listing, *, as_json: bool) -> None:
     )
     _list_passed_over(found)
     line((f"{count(len(found.steps), 'step')}, {size(used(found.steps))}", "bold"))
-    if any(skipped.is_on_node for skipped in found.passed_over):
-        line(f"{path} is the folder of a node: dcp-rs steps ROOT --local {path} counts its files")
 
 
 @command(
