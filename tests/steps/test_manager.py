@@ -293,7 +293,7 @@ def save_and_wait(manager, step, state, *, background):
     os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting needs root"
 )
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_names_what_could_go_and_the_run_goes_on(tmp_path, background):
+def test_full_disk_is_an_error_and_the_run_goes_on(tmp_path, background):
     place = tmp_path / "small"
     place.mkdir()
     if subprocess.run(
@@ -308,10 +308,6 @@ def test_a_full_disk_names_what_could_go_and_the_run_goes_on(tmp_path, backgroun
             with pytest.raises(OSError, match="No space left") as failed:
                 save_and_wait(manager, 4, state, background=background)
             assert failed.value.errno == errno.ENOSPC
-            notes = "\n".join(failed.value.__notes__)
-            assert f"of {manager.root} these steps could be removed: 1 (2,2" in notes
-            assert "bytes), 2 (2,2" in notes
-            assert "3 (2,2" not in notes
             assert numbers(manager) == [1, 2, 3]
             manager.delete(1)
             manager.save(4, state)
@@ -446,7 +442,7 @@ def test_newest_step_that_lost_its_index_is_an_error(run, take_over):
             manager.save(step, state_of(step), metrics={"loss": step})
         without_index(manager, 2)
     with CheckpointManager(run) as manager:
-        with pytest.raises(UnsupportedError, match=r"step-2: .*dcp_rs\.index.*delete\(2\)"):
+        with pytest.raises(UnsupportedError, match=r"step-2: .*dcp_rs\.index.*remove it"):
             manager.load(state_of(0), take_over=take_over)
         assert not (manager.path(2) / "index.dcprs").exists()
         assert manager.latest_step() == 1
@@ -477,7 +473,7 @@ def test_a_newest_step_of_a_later_version_is_raised(run, monkeypatch):
     assert loaded(manager) == 3  # what is older does not matter
     manager.delete(3)
     with pytest.raises(
-        UnsupportedError, match=r"step-2: of a later version.*load\(state, N\).*delete\(2\)"
+        UnsupportedError, match=r"step-2: of a later version.*load\(state, N\).*remove it"
     ):
         loaded(manager)
     with pytest.raises(

@@ -13,6 +13,7 @@ from uuid import UUID, uuid4
 
 from dcp_rs import _core
 from dcp_rs._url import StrPath
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import remember
 from dcp_rs.checkpoint.names import some
 from dcp_rs.engine.destination import Destination
@@ -20,7 +21,6 @@ from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptDataError,
-    DcpRsError,
     RunTakenOverError,
     SaveInProgressError,
     UnsupportedError,
@@ -264,13 +264,8 @@ class Coordinator:
         if found.is_stock:
             msg = f"{found.path} holds a checkpoint of torch: delete({step}) removes it"
             raise CheckpointExistsError(msg, path=found.path)
-        if force or found.save_id in self._damaged or self._is_rolled_back(found):
-            return
-        if self._is_late(found):
-            self.problems.append(
-                f"an earlier run committed {found.path.name} after this one began, where no "
-                "lock kept it from that: it is replaced"
-            )
+        is_over = self._is_rolled_back(found) or self._is_late(found)
+        if force or found.save_id in self._damaged or is_over:
             return
         msg = f"there is a step {step} in {self._store.path} already: force=True replaces it"
         raise CheckpointExistsError(msg, path=found.path)
@@ -310,7 +305,7 @@ class Coordinator:
             )
 
     def _is_late(self, found: Step) -> bool:
-        """Return whether another run committed a step after this run took over."""
+        """Return whether another run committed a step after this run took over: without locks."""
         is_other = found.run is not None and not self._is_own(found)
         has_begun = self._store.run is not None
         return has_begun and is_other and found.committed > self._store.since
@@ -357,36 +352,25 @@ class Coordinator:
                 since=(self.resumed or 0) if self._policies.keep_all else 0,
             )
             self.problems += done.problems
-        except (DcpRsError, OSError) as error:
-            self.problems.append(f"what the policies do not keep is still there: {error}")
+        except Exception as error:  # noqa: BLE001  # the step is saved. keep= may raise anything
+            self.problems.append(f"what the policies do not keep is still there: {error!r}")
 
-    def untold(self) -> Iterator[str]:
-        """Return the problems, each once in this process: a stuck file comes back in each save."""
+    def warn(self) -> None:
+        """Warn of each problem once in this process: a stuck file comes back in each save."""
         while self.problems:
             problem = self.problems.pop(0)
             if problem not in self._told:
                 self._told.add(problem)
-                yield problem
+                warn_caller(f"{self._store.path}: {problem}")
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add the steps that could be removed to the error of a full disk.
-
-        Raises:
-            RunTakenOverError: an operation failed because another run began here.
-        """
+        """Raise a ``RunTakenOverError`` if an operation fails because another run began here."""
         try:
             yield
-        except (OSError, CorruptDataError) as error:
-            if self._store.run is not None:
-                with suppress(OSError, SaveInProgressError):
-                    self._store.check_run(error)
-            if isinstance(error, OSError) and error.errno in _FULL:
-                with suppress(OSError):
-                    steps = self._policies.expendable(self._store.look().steps, {self.resumed})
-                    sizes = ", ".join(f"{step.number} ({step.nbytes:,} bytes)" for step in steps)
-                    path = self._store.path
-                    error.add_note(f"of {path} these steps could be removed: {sizes or 'none'}")
+        except (OSError, CorruptDataError):
+            with suppress(OSError, SaveInProgressError):
+                self._store.check_run()
             raise
 
     # --- loads
@@ -449,12 +433,10 @@ class Coordinator:
                     )
                 )
             elif found.kind in MAY_BE_WHOLE:
-                is_misnamed = found.path != self._store.folder(found.number)
                 msg = (
                     f"{self._store.path} cannot be resumed: {found}. It may be whole, so no older "
                     "step takes its place. To go on from step N, say load(state, N); to give "
                     f"{found.path.name} up, remove it"
-                    + ("" if is_misnamed else f", as delete({found.number}) does")
                 )
                 raise UnsupportedError(msg, path=found.path)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -265,7 +265,7 @@ class CheckpointManager:
         self._failures = 0  # in a row
         self._retry_at: int | None = None
         self._begun: tuple[int, str] | None = None  # the last save that began: its step, its id
-        self._reuse, self._verify_reuse = reuse is not False, verify_reuse
+        self._reuse, self._verify_reuse, self._no_dist = reuse is not False, verify_reuse, no_dist
         self._save_every, self._preemption_every = save_every, preemption_every
         self.resumed: int | None = None
         self.report: LoadReport | None = None
@@ -274,9 +274,9 @@ class CheckpointManager:
         self._closed = False
         self._is_running = False  # this manager loaded or saved to go on with the run
         self._done: int | None = None  # the last step that was saved or loaded
-        self._no_dist = no_dist
         self._is_named = False  # a call named its process group
         self._lost: tuple[int, str] | None = None  # the save that lost a rank: as _begun
+        self._coordinators = [self._coordinator]
         self._nodes: Nodes | None = None
         if local is not None:
             self._nodes = Nodes(
@@ -290,6 +290,7 @@ class CheckpointManager:
                 copies=copies,
                 on_saved=on_saved,
             )
+            self._coordinators.append(self._nodes.own)
         else:
             self._share_past(None)
 
@@ -512,7 +513,7 @@ class CheckpointManager:
         metadata: SavedMetadata | None = None
         with self._may_fail(number):
             path, options, committed = self._begin(number, metrics, extra_files, force=force)
-            with self._explaining():
+            with self._coordinators[-1].explaining():
                 metadata = api.save(state_dict, path, **options, **select_options)
                 if self._nodes is not None:
                     committed(self._ranks.saving_ranks())
@@ -885,7 +886,7 @@ class CheckpointManager:
         self._is_running = self._is_running or take_over
         if take_over or not self._is_running:  # else the run goes on from where it is
             self._done = step
-            for coordinator in self._coordinators():
+            for coordinator in self._coordinators:
                 coordinator.resumed, coordinator.went_back = step, went_back
 
     def _warn_of(self, skipped: Sequence[SkippedStep]) -> None:
@@ -907,9 +908,6 @@ class CheckpointManager:
             return Choice(None if found is None else found.number, skipped)
 
         return self._ranks.decide(step, choose) if nodes is None else nodes.choose(step, damaged)
-
-    def _coordinators(self) -> list[Coordinator]:
-        return [self._coordinator, *([] if self._nodes is None else [self._nodes.own])]
 
     def _take_over(self) -> tuple[str | None, float]:
         self._coordinator.take_over()
@@ -1064,7 +1062,7 @@ class CheckpointManager:
         self._begun, self._is_running = None, True
         options = {**given(self._write), **self._ranks.options}
         if self._nodes is not None:
-            with self._explaining():
+            with self._coordinators[-1].explaining():
                 path, more, commit = self._nodes.begin(
                     step, metrics or {}, files or {}, force=force
                 )
@@ -1077,7 +1075,7 @@ class CheckpointManager:
             self._warn()
             return prepared
 
-        with self._explaining():
+        with self._coordinators[-1].explaining():
             prepared = self._ranks.decide(step, prepare)
         # On all ranks, which then know why a save fails.
         self._store.run, self._store.since = prepared.run, prepared.since
@@ -1098,15 +1096,12 @@ class CheckpointManager:
         }
         return self.path(step), options, committed
 
-    def _explaining(self) -> AbstractContextManager[None]:
-        return self._coordinators()[-1].explaining()
-
     def _settle(self) -> None:
         """Wait for the save in the background. Raise on every rank if it failed on one."""
         self._check_open()
         if self._ranks.pending is not None:
             step = None if self._begun is None else self._begun[0]
-            with self._may_fail(step), self._explaining():
+            with self._may_fail(step), self._coordinators[-1].explaining():
                 self._ranks.settle(self._warn)
 
     @contextmanager
@@ -1147,7 +1142,5 @@ class CheckpointManager:
 
     def _warn(self) -> None:
         """Warn of problems, in a step: a warning may be an error on all ranks."""
-        if self._nodes is not None:
-            self._nodes.warn()
-        for problem in self._coordinator.untold():
-            warn_caller(f"{self.root}: {problem}")
+        for coordinator in self._coordinators:
+            coordinator.warn()

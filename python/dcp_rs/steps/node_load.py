@@ -53,11 +53,6 @@ class _Held:
     step: Step
     lengths: Mapping[str, int]
 
-    @property
-    def age(self) -> tuple[tuple[bool, int], float]:
-        """A key that sorts saves, the oldest first."""
-        return self.step.age, self.step.committed
-
 
 #: A choice, the files that go from node to node before it is read, and whether it can be read then.
 #: If not, the coordinator has to see its index before it decides.
@@ -233,7 +228,8 @@ class NodeLoad:
         """Return the saves of which a node has the index, the oldest first."""
         held = (each for held in self._held for each in held if each.step.save_id)
         found = sorted(held, key=lambda each: each.step.is_superseded)  # as one node knows
-        return sorted({each.step.save_id: each for each in found}.values(), key=lambda e: e.age)
+        saves = {each.step.save_id: each for each in found}.values()
+        return sorted(saves, key=lambda each: (each.step.age, each.step.committed))
 
     def _places(self, number: int | None, save_id: str | None) -> dict[_File, list[int]]:
         """Return the nodes that have each file of a save, undamaged."""

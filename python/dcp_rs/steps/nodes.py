@@ -14,8 +14,8 @@ from typing import Any
 
 from dcp_rs import _core
 from dcp_rs._url import StrPath
-from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import INDEX_NAME, is_data_file, local_path, rank_of, sync
+from dcp_rs.checkpoint.names import some
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError, StorageError
 from dcp_rs.options import local_ranks
@@ -140,8 +140,8 @@ def bytes_at(lengths: Mapping[str, int], index: _core.Index) -> int:
 
 
 def _raise_lost(lost: Sequence[Transfer], folder: Path) -> None:
-    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-    msg = f"{lost[0].name}{more} could not be copied to another node: the step is not saved"
+    names = some([each.name for each in lost])
+    msg = f"{names} could not be copied to another node: the step is not saved"
     raise StorageError(msg, path=folder)
 
 
@@ -271,7 +271,7 @@ class Nodes:
                     replaces=force,
                     went_back=self.own.went_back,
                 )
-            self.warn()
+            self.own.warn()
 
         self.ranks.run(prepare)
         made: list[bytes] = []
@@ -422,11 +422,6 @@ class Nodes:
             pending_bytes=total - uploaded,
         )
 
-    def warn(self) -> None:
-        """Warn of the problems of this node."""
-        for problem in self.own.untold():
-            warn_caller(f"{self.store.path}: {problem}")
-
     def close(self) -> None:
         """Wait for the uploads. Every rank calls it.
 
@@ -444,7 +439,7 @@ class Nodes:
         left = sorted(set().union(*(pending for _, pending in told)))
 
         def check() -> None:
-            self.warn()
+            self.own.warn()
             self.uploads.check()
             if left:
                 msg = (

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -166,11 +166,7 @@ class Policies:
         return not any(policies) and self.max_bytes is None
 
     def kept(self, steps: Sequence[Step]) -> set[int]:
-        """Return the steps that the ``keep_*`` keep.
-
-        Raises:
-            DcpRsError: ``keep`` failed.
-        """
+        """Return the steps that the ``keep_*`` keep."""
         if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
             return {step.number for step in steps}
         kept: set[int] = set()
@@ -183,15 +179,8 @@ class Policies:
         if self.keep_best is not None and self.metric is not None:
             kept |= keep_best(steps, self.keep_best, self.metric, self.mode)
         if self.keep is not None:
-            kept |= {step.number for step in steps if self._keeps(self.keep, step)}
+            kept |= {step.number for step in steps if self.keep(step.number, step.metrics)}
         return kept
-
-    @staticmethod
-    def _keeps(keep: Callable[[int, Mapping[str, float]], bool], step: Step) -> bool:
-        try:
-            return keep(step.number, step.metrics)
-        except Exception as error:
-            raise DcpRsError(f"keep= failed for step {step.number}: {error!r}") from error
 
     def rivals(self, steps: Sequence[Step], gone: Iterable[Step]) -> set[int]:
         """Return the steps without which the ``keep_*`` would keep some that are to go."""
@@ -279,18 +268,16 @@ def prune(
     """
     found = store.sweep(since=since)
     done = Pruned(swept=found.left, aside=store.aside(found.names))
-    steps, seen = found.steps, set[int]()
-    while True:
-        gone = policies.unneeded(steps, protected, room=room)
-        # Steps were whole when they were last looked at. Those that are to go, and those for which
-        # they go, are looked at again.
-        numbers = {step.number for step in gone} | policies.rivals(steps, gone)
-        numbers -= seen
-        if not gone or not numbers:
-            break
-        seen |= numbers
-        steps = store.look_again(found, numbers)
-        found = replace(found, steps=steps)
+    steps = found.steps
+    gone = policies.unneeded(steps, protected, room=room)
+    # Steps were whole when they were last looked at. Those that are to go, and those for which they
+    # go, are looked at again. If one is not whole any more, nothing goes before the next time.
+    if gone:
+        seen = {step.number for step in gone} | policies.rivals(steps, gone)
+        steps = store.look_again(found, seen)
+        again = policies.unneeded(steps, protected, room=room)
+        is_same = len(steps) == len(found.steps)
+        gone = [step for step in again if is_same and step.number in seen]
     stay = [step for step in steps if step not in gone]
     if gone and verify and not _has_verified(store, stay, done.problems):
         done.problems.append("nothing was removed: no step that would stay is as its digests say")

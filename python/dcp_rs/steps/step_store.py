@@ -365,13 +365,15 @@ class StepStore(ABC):
             return set()
 
     def is_run(self) -> bool:
-        """Return whether the root has names of steps, and is no checkpoint itself."""
+        """Return whether the root has steps, and is no checkpoint itself."""
         try:
             names = self.names()
+            if {INDEX_NAME, STOCK_NAME} & set(names):
+                return False
+            steps = filter(self._pattern.fullmatch, names)
+            return any(self._list([self.path / name])[0] is not None for name in steps)
         except (UnsupportedError, NotADirectoryError):  # a web server lists nothing
             return False
-        has_steps = any(map(self._pattern.fullmatch, names))
-        return has_steps and not {INDEX_NAME, STOCK_NAME} & set(names)
 
     def look(self, *, since: int = 0, recall: bool = False) -> Listing:
         """Look at the steps.
@@ -386,16 +388,15 @@ class StepStore(ABC):
         names = self.names()
         # The thread of the saves looks as well: the dict must not change meanwhile.
         known = dict(self._known)
-        recalled, numbers, misnamed = [], [], []
+        recalled, numbers = [], []
         for number, name in self._numbered(names):
             if name != self.folder(number).name:
-                misnamed.append(self._misnamed(number, name))
-            elif recall and number in known:
+                continue
+            if recall and number in known:
                 recalled.append(known[number][1])
             elif number >= since:
                 numbers.append(number)
-        looked = [step for step in self._look(numbers).values() if step is not None]
-        found = [*recalled, *looked, *misnamed]
+        found = [*recalled, *(step for step in self._look(numbers).values() if step is not None)]
         skipped = [step for step in found if isinstance(step, SkippedStep)]
         listed = {*numbers, *(step.number for step in recalled)}
         self._known = {n: step for n, step in list(self._known.items()) if n in listed}
@@ -619,8 +620,8 @@ class StepStore(ABC):
         has_run = self.run is not None and any(note.run is not None for note in saving)
         is_over = has_run and saving_name(self._saving) not in read
         kind = self._kind_of_unfinished(number, files, is_over=is_over)
-        models = [n for n in others if not files[n].is_file or is_foreign(n) or n.endswith(_MODELS)]
-        if models and not saving and kind != "in use":
+        models = () if saving or kind == "in use" else self._models(number, files, others)
+        if models:
             kind = "foreign"
         newest = max(saving, key=lambda note: note.saved, default=None)
         why = {
@@ -644,6 +645,17 @@ class StepStore(ABC):
             is_over=is_over,
             is_left=kind == "unfinished" and not others and not is_empty,
         )
+
+    def _models(self, number: int, files: Files, others: Iterable[str]) -> list[str]:
+        """Return the files and folders that may be a checkpoint of another program."""
+        names = [name for name in others if is_foreign(name) or name.endswith(_MODELS)]
+        folders = [name for name in others if not files[name].is_file]
+        listed = self._list([self.folder(number) / name for name in folders])
+        return names + [
+            name
+            for name, inner in zip(folders, listed, strict=True)
+            if MARKS & (inner or {}).keys()
+        ]
 
     @abstractmethod
     def _kind_of_unfinished(self, number: int, files: Files, *, is_over: bool) -> SkipKind:
@@ -697,20 +709,10 @@ class StepStore(ABC):
         finally:
             del held  # as above
 
-    def check_run(self, error: BaseException | None = None) -> None:
-        """Raise if another run began here.
-
-        Args:
-            error: the cause.
-
-        Raises:
-            RunTakenOverError: as it says.
-        """
-        try:
-            with self.holding():
-                pass
-        except RunTakenOverError as taken:
-            raise taken from error
+    def check_run(self) -> None:
+        """Raise a ``RunTakenOverError`` if another run began here."""
+        with self.holding():
+            pass
 
     @abstractmethod
     def _now(self) -> float:
