@@ -716,16 +716,14 @@ class CheckpointManager:
             first = manager.load(state)  # None in a new run
             ```
         """
-
-        def check() -> None:
-            check_arguments(CheckpointManager.load, read_options)
-            self._check_places(read_options)
-            if isinstance(step, Mapping):
-                raise TypeError("the state dict comes first, then the step")
-
-        self._meet(process_group)
-        load = partial(api.load, state_dict)
-        return self._load(step, load, check, take_over=take_over, **read_options)
+        return self._load(
+            CheckpointManager.load,
+            partial(api.load, state_dict),
+            step,
+            take_over=take_over,
+            process_group=process_group,
+            **read_options,
+        )
 
     @suggest_option
     def load_training_state(
@@ -766,27 +764,41 @@ class CheckpointManager:
         """
         model, optimizers = repeatable(model), repeatable(optimizers)
 
-        def check() -> None:
-            check_arguments(CheckpointManager.load_training_state, options)
-            self._check_places(options)
-
-        self._meet(process_group)
-
         def load(path: Path, **options: Any) -> LoadReport | None:
             return optim.load_training_state(path, model, optimizers, extra, **options)
 
-        return self._load(step, load, check, take_over=take_over, **options)
+        return self._load(
+            CheckpointManager.load_training_state,
+            load,
+            step,
+            take_over=take_over,
+            process_group=process_group,
+            **options,
+        )
 
     def _load(
         self,
-        wanted: SupportsIndex | None,
+        caller: Callable[..., object],
         load: Callable[..., LoadReport | None],
-        check: Callable[[], None],
+        wanted: SupportsIndex | None,
         *,
         take_over: bool,
+        process_group: dist.ProcessGroup | None,
         **options: Any,
     ) -> int | None:
         """Load the step ``wanted``; or the newest whole one that the load does not find damaged."""
+
+        def check() -> None:
+            check_arguments(caller, options)
+            if "storage_options" in options and "storage_options" in self._store.access:
+                raise TypeError("give storage_options= to CheckpointManager, not to a load")
+            if "tiers" in options and self._nodes is not None:
+                msg = "leave tiers= out: a manager with local= reads from the folders of its nodes"
+                raise TypeError(msg)
+            if isinstance(wanted, Mapping):
+                raise TypeError("the state dict comes first, then the step")
+
+        self._meet(process_group)
         step = None if wanted is None else step_number(wanted)
         self._settle()
         self._ranks.run(check)
@@ -838,14 +850,6 @@ class CheckpointManager:
         if nodes is not None and choice.step is not None:
             nodes.resume_uploads(choice.step)
         return choice.step
-
-    def _check_places(self, options: Mapping[str, Any]) -> None:
-        """Raise a ``TypeError`` if options of a load say where data is, and the manager knows."""
-        if "storage_options" in options and "storage_options" in self._store.access:
-            raise TypeError("give storage_options= to CheckpointManager, not to a load")
-        if "tiers" in options and self._nodes is not None:
-            msg = "leave tiers= out: a manager with local= reads from the folders of its nodes"
-            raise TypeError(msg)
 
     def _attempt(
         self,

@@ -23,7 +23,6 @@ from dcp_rs._url import (
     store_at,
 )
 from dcp_rs.checkpoint.folders import INDEX_NAME
-from dcp_rs.errors import CorruptDataError
 from dcp_rs.steps import notes
 from dcp_rs.steps.folder_store import FolderStepStore
 from dcp_rs.steps.step_store import File, Files, SkipKind, SkippedStep, StepStore, is_old
@@ -109,10 +108,6 @@ class ObjectStepStore(StepStore):
 
     def _data_files(self, index: _core.Index, files: Files) -> list[File | None]:
         entries = index.files()
-        outside = next((entry.name for entry in entries if entry.external), None)
-        if outside is not None:
-            msg = f"its index names data outside of its folder, as {outside}"
-            raise CorruptDataError(msg, path=index.path)
         if any("/" in entry.name for entry in entries):
             files = self._walk(index.path.parent)
         return [files.get(entry.name) for entry in entries]

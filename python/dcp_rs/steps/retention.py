@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -71,16 +70,13 @@ def beyond(steps: Iterable[Step], max_bytes: int, protected: Collection[int]) ->
 
     Protected steps are not among them.
     """
-    steps = sorted(steps, key=lambda step: step.age)
-    rest, holders = used(steps), Counter(file for step in steps for file in step.files)
+    rest = sorted(steps, key=lambda step: step.age)
+    expendable = [step for step in rest if step.number not in protected]
     gone = set()
-    for step in steps:
-        if rest <= max_bytes:
-            break
-        if step.number not in protected:
-            gone.add(step.number)
-            holders.subtract(step.files.keys())
-            rest -= step.nbytes - sum(size for file, size in step.files.items() if holders[file])
+    while expendable and used(rest) > max_bytes:
+        oldest = expendable.pop(0)
+        rest.remove(oldest)
+        gone.add(oldest.number)
     return gone
 
 
