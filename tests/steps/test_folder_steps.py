@@ -194,8 +194,6 @@ def test_a_name_in_another_form_is_no_step(root):
     save_step(root, 7)
     assert step_numbers(root) == [7]
     assert [found.path.name for found in root.newest()] == ["step-7"]
-    names = [found.path.name for found in root.newest(misnamed=True)]
-    assert sorted(names) == ["step-007", "step-7"]
 
 
 def test_a_look_does_not_list_folders_with_a_name_in_another_form(root, monkeypatch):

@@ -57,10 +57,14 @@ def test_steps_of_torch_count(run):
 
 
 @pytest.mark.parametrize("how", [save_rs, save_stock])
-def test_names_with_leading_zeros_count(run, how):
-    save(run, "step-5", how)
+def test_names_with_leading_zeros_are_others(run, how):
     save(run, "step-0010", how)
-    assert dcp_rs.latest(run) == run / "step-0010"
+    with pytest.raises(CheckpointNotFoundError, match="'step-0010'"):
+        dcp_rs.latest(run)
+    assert dcp_rs.latest(run, step_name="step-{:04d}") == run / "step-0010"
+    save(run, "step-5", how)
+    with pytest.warns(UserWarning, match="not looked at: 'step-0010'"):
+        assert dcp_rs.latest(run) == run / "step-5"
 
 
 def test_names_of_other_forms(run):

@@ -15,7 +15,6 @@ from dcp_rs import _core
 from dcp_rs._url import StrPath
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import remember
-from dcp_rs.checkpoint.names import some
 from dcp_rs.engine.destination import Destination
 from dcp_rs.errors import (
     CheckpointExistsError,
@@ -399,8 +398,7 @@ class Coordinator:
 
         Raises:
             CheckpointNotFoundError: there is no such step; or all steps are damaged.
-            UnsupportedError: a newer step may be whole; or the newest checkpoint does not have the
-                name of a step.
+            UnsupportedError: a newer step may be whole.
             ValueError: ``step`` is not a number from 0 on.
             OSError: a step cannot be read, and may be whole.
         """
@@ -413,13 +411,9 @@ class Coordinator:
             return named, []
         names = self._store.names()
         if strangers := self._store.strangers(names):
-            self.problems.append(
-                f"these may be or hold checkpoints, and are not looked at: {some(strangers)}. To "
-                "resume from one, pass the folder of the steps, and their step_name=, such as "
-                "step_name='iter_{:07d}'"
-            )
+            self.problems.append(strangers)
         skipped: list[SkippedStep] = []
-        for found in self._store.newest(names, misnamed=True):
+        for found in self._store.newest(names):
             if isinstance(found, Step):
                 if found.number not in damaged:
                     return found, skipped

@@ -8,7 +8,6 @@ from dcp_rs._arguments import suggest_option
 from dcp_rs._url import StoreArguments, StrPath
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import exists
-from dcp_rs.checkpoint.names import some
 from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 from dcp_rs.steps.object_store import step_store_at
 from dcp_rs.steps.step_store import SkippedStep, Step
@@ -55,10 +54,13 @@ def latest(
     store = step_store_at(root, storage_options, step_name)
     skipped: list[SkippedStep] = []
     names = store.names()
-    for found in store.newest(names, misnamed=True):
+    strangers = store.strangers(names)
+    for found in store.newest(names):
         if isinstance(found, Step) or (
             found.kind == "foreign" and exists(found.path, storage_options=storage_options)
         ):
+            if strangers:
+                warn_caller(f"{store.path}: {strangers}")
             for step in skipped:
                 warn_caller(f"{found.path} is the latest step, not {step}")
             return found.path
@@ -69,11 +71,8 @@ def latest(
             skipped.append(found)
     if skipped:
         msg = f"{store.path}: none of its steps is whole: {'; '.join(map(str, skipped))}"
-    elif strangers := store.strangers(names):
-        msg = (
-            f"{store.path} has no step {step_name}, but holds {some(strangers)}: pass the name of "
-            "its steps as step_name="
-        )
+    elif strangers:
+        msg = f"{store.path} has no step {step_name}, and {strangers}"
     else:
         return None
     raise CheckpointNotFoundError(msg, path=store.path)

@@ -700,8 +700,7 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no such step; or, without ``step``, all steps are
                 damaged.
             UnsupportedError: nothing tells whether a newer step is whole, such as one of a later
-                version, or one that lost its index; or a newer checkpoint has a name such as
-                ``step-0010``. No older one is loaded.
+                version, or one that lost its index. No older one is loaded.
             CorruptDataError: a partial load (``allow_partial_load``) found the step damaged. An
                 older step may lack what was read by then. Make a new state, and name the step to
                 load.

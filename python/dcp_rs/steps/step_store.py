@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 from dcp_rs import _core
 from dcp_rs.checkpoint.folders import INDEX_NAME, STOCK_NAME, is_foreign
 from dcp_rs.checkpoint.locate import MARKS
+from dcp_rs.checkpoint.names import some
 from dcp_rs.checkpoint.verify import VerifyReport, verify
 from dcp_rs.errors import (
     CheckpointNotFoundError,
@@ -311,22 +312,24 @@ class StepStore(ABC):
 
     # --- looking
 
-    def _numbered(self, names: Iterable[str]) -> list[tuple[int, str]]:
-        """Return the names in the root that have the number of a step, in order."""
+    def _numbers(self, names: Iterable[str]) -> list[int]:
+        """Return the numbers of the steps among names in the root, in order."""
         found = [(self._pattern.fullmatch(name), name) for name in names]
-        return sorted((int(match[1]), name) for match, name in found if match is not None)
+        numbers = [(int(match[1]), name) for match, name in found if match is not None]
+        return sorted(number for number, name in numbers if name == self.folder(number).name)
 
-    def strangers(self, names: Sequence[str]) -> list[str]:
-        """Return names in the root that look like checkpoints, and are none of its steps.
+    def strangers(self, names: Collection[str]) -> str | None:
+        """Return a warning of names in the root that look like checkpoints, and are no steps.
 
         Without any step in the root, folders that hold a checkpoint or steps are among them.
 
         Raises:
             CheckpointNotFoundError: the root is a checkpoint itself.
         """
-        others = [name for name in names if not self._pattern.fullmatch(name)]
+        numbers = self._numbers(names)
+        others = sorted(set(names).difference(self.folder(number).name for number in numbers))
         found = set(filter(_LOOKS_LIKE_A_STEP.fullmatch, others))
-        if len(others) == len(names):
+        if not numbers:
             if {INDEX_NAME, STOCK_NAME} & set(names):
                 msg = (
                     f"{self.path} is a checkpoint itself, and no folder of steps: pass the folder "
@@ -338,7 +341,13 @@ class StepStore(ABC):
                 for name, files in zip(others, listed, strict=False):
                     if any(file in MARKS or self._pattern.fullmatch(file) for file in files or ()):
                         found.add(name)
-        return sorted(found)
+        if not found:
+            return None
+        return (
+            f"these may be or hold checkpoints, and are not looked at: {some(sorted(found))}. To "
+            "resume from one, pass the folder of the steps, and their step_name=, such as "
+            "step_name='iter_{:07d}'"
+        )
 
     def supersede(self, keys: Iterable[str]) -> None:
         """Note that the saves with these keys are older than all others, whatever their numbers.
@@ -370,8 +379,7 @@ class StepStore(ABC):
             names = self.names()
             if {INDEX_NAME, STOCK_NAME} & set(names):
                 return False
-            steps = filter(self._pattern.fullmatch, names)
-            return any(self._list([self.path / name])[0] is not None for name in steps)
+            return any(self._list([self.folder(n)])[0] is not None for n in self._numbers(names))
         except (UnsupportedError, NotADirectoryError):  # a web server lists nothing
             return False
 
@@ -389,9 +397,7 @@ class StepStore(ABC):
         # The thread of the saves looks as well: the dict must not change meanwhile.
         known = dict(self._known)
         recalled, numbers = [], []
-        for number, name in self._numbered(names):
-            if name != self.folder(number).name:
-                continue
+        for number in self._numbers(names):
             if recall and number in known:
                 recalled.append(known[number][1])
             elif number >= since:
@@ -423,32 +429,23 @@ class StepStore(ABC):
         """
         return self._look_at_some([number])[number]
 
-    def newest(
-        self, names: Sequence[str] | None = None, *, misnamed: bool = False
-    ) -> Iterator[Step | SkippedStep]:
+    def newest(self, names: Sequence[str] | None = None) -> Iterator[Step | SkippedStep]:
         """Look at one step after the other, the newest first.
 
         Args:
             names: the names in the root, if they are known.
-            misnamed: also return checkpoints whose name has a number in another form.
 
         Raises:
             OSError: as :meth:`look_at`.
         """
         names = self.names() if names is None else names
         older, superseded = [], self.superseded(names)
-        for number, name in reversed(self._numbered(names)):
-            if name == self.folder(number).name:
-                found = self.look_at(number)
-                if isinstance(found, Step) and found.key in superseded:
-                    older.append(found)
-                elif found is not None:
-                    yield found
-            elif misnamed:
-                step = self._misnamed(number, name)
-                files = self._list([step.path])[0] or {}
-                if INDEX_NAME in files or STOCK_NAME in files:
-                    yield step
+        for number in reversed(self._numbers(names)):
+            found = self.look_at(number)
+            if isinstance(found, Step) and found.key in superseded:
+                older.append(found)
+            elif found is not None:
+                yield found
         yield from older
 
     def latest(self) -> Step | None:
@@ -458,12 +455,6 @@ class StepStore(ABC):
             OSError: a newer step cannot be read, and may be whole.
         """
         return next((step for step in self.newest() if isinstance(step, Step)), None)
-
-    def _misnamed(self, number: int, name: str) -> SkippedStep:
-        """Return the step of a name with a number in another form, such as ``step-007``."""
-        right = self.folder(number).name
-        why = f"its name is not {right}. Rename it, or pass the step_name= of its folder"
-        return SkippedStep(number=number, path=self.path / name, why=why, kind="foreign")
 
     def _look(self, numbers: Sequence[int]) -> dict[int, Step | SkippedStep | None]:
         found: dict[int, Step | SkippedStep | None] = {}
