@@ -35,7 +35,7 @@ MUTANTS = [
     Mutant(
         "at-work-ignored",
         "python/dcp_rs/steps/folder_store.py",
-        'if isinstance(found, SkippedStep) and found.is_left:',
+        "if isinstance(found, SkippedStep) and found.is_left:",
         "if found:",
         ("tests/steps/test_folder_steps.py",),
         "A save that begins between the look and the lock loses its folder.",
