@@ -61,7 +61,7 @@ def test_numbers_are_of_groups(ckpt, alone):
     load = load_optim_state_dict if alone else load_training_state
     with pytest.raises(
         PlanError,
-        match=r"has 1 group of 4 parameters, which go by number, and this one has 2 groups of 2, 2 parameters",
+        match=r"groups of \[4\] parameters, which go by number, and this one has groups of \[2, 2\]",
     ):
         load(ckpt, other, resumed)
     assert len(resumed.state) == 0
@@ -72,9 +72,7 @@ def test_numbers_are_of_groups(ckpt, alone):
         overwrite=True,
     )
     three = torch.optim.Adam([{"params": [other.a, other.c, other.b]}, {"params": [other.d]}])
-    with pytest.raises(
-        PlanError, match=r"2 groups of 2, 2 parameters.* 2 groups of 3, 1 parameters"
-    ):
+    with pytest.raises(PlanError, match=r"groups of \[2, 2\] parameters.* groups of \[3, 1\]"):
         load(ckpt, other, three)
 
 

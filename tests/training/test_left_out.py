@@ -212,6 +212,7 @@ def test_state_that_the_checkpoint_holds_in_part_is_not_used(tmp_path, steps):
     assert_state_equal(dict(resumed.state[other[0].bias]), dict(optimizer.state[model[0].bias]))
     assert_state_equal(holder.state, {"t": torch.zeros(3)})
     assert report.incomplete == gone
+    assert report.unexpected == []
     assert report.missing == []
     train(other, resumed, 1)
     assert all(param.isfinite().all() for param in other.parameters())

@@ -253,6 +253,7 @@ class SavedValue:
                 if shape != entry.shape:
                     partial_load.refuse_shape(key, shape, entry.shape, "extra")
                     self.is_loaded = False
+                    continue
             self.template[key] = _memory(entry, tensor, as_saved=as_saved)
         if not self.is_loaded:
             partial_load.report.excluded += self.template

@@ -72,8 +72,11 @@ class PartialLoad:
             self.report.excluded += names
             return False
         incomplete = self._incomplete(names) if self.is_partial else []
+        if not incomplete:
+            return True
         self.report.incomplete += incomplete
-        return not incomplete
+        self.report.excluded += [name for name in names if name not in incomplete]
+        return False
 
     def _incomplete(self, names: Iterable[str]) -> list[str]:
         """Return the names of tensors that lack elements in the checkpoint."""

@@ -105,13 +105,11 @@ class SavedOptimizers:
         self.prefix = join(part.prefix, "state")
         self.groups = list(map(settings_of, groups))
         self.settings: dict[str, dict[str, Any]] = {}
+        self.empty: list[dict[str, Any]] = []
         for group, settings in zip(groups, self.groups, strict=True):
             self.settings |= dict.fromkeys(map(str, group["params"]), settings)
-        self.empty = [
-            settings
-            for group, settings in zip(groups, self.groups, strict=True)
-            if not group["params"]
-        ]
+            if not group["params"]:
+                self.empty.append(settings)
         tree = part.entries.tree(path_of(self.prefix), self.settings, may_be_flat=True)
         self.state = tree.by_key()
         self.infos = part.entries.find(tree.paths)
@@ -140,10 +138,11 @@ class SavedOptimizers:
             return {fqn: self._names.find(fqn) or fqn for fqn in fqns}
         if (named := self._keys_by_name(fqns)) is not None:
             return named
-        if list(map(len, groups)) != list(map(len, saved)):
+        sizes, own_sizes = list(map(len, saved)), list(map(len, groups))
+        if sizes != own_sizes:
             msg = (
-                f"the saved optimizer has {_sizes(saved)}, which go by number, "
-                f"and this one has {_sizes(groups)}"
+                f"the saved optimizer has groups of {sizes} parameters, which go by number, and "
+                f"this one has groups of {own_sizes}"
             )
             raise PlanError(msg)
         # Numbers are older than flat parameters: group by group, in the order of the model.
@@ -169,8 +168,3 @@ class SavedOptimizers:
         names = StoredNames(keys, self._rename)
         found = {fqn: keys[name] for fqn in fqns if (name := names.find(fqn)) is not None}
         return found if keys and len(found) == len(fqns) else None
-
-
-def _sizes(groups: Sequence[Sequence[Any]]) -> str:
-    counts = ", ".join(str(len(group)) for group in groups)
-    return f"{len(groups)} group{'s' if groups[1:] else ''} of {counts} parameters"
