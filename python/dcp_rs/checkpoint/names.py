@@ -33,7 +33,7 @@ def globs(patterns: Globs) -> re.Pattern[str] | None:
     several: list[Any] = list(patterns) if is_several else [patterns]
     for one in several:
         if not isinstance(one, str):
-            msg = f"include= and exclude= take globs over names, such as 'model.*', not {one!r}"
+            msg = f"names are chosen by globs over names, such as 'model.*', not by {one!r}"
             raise TypeError(msg)
     return re.compile("|".join(fnmatch.translate(pattern) for pattern in several) or r"(?!)")
 

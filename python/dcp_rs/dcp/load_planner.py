@@ -58,7 +58,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
             excluded, stay as they are.
         allow_partial_load: leave entries alone that the checkpoint lacks, has in another shape, or
             has only a part of. ``report`` names them.
-        flatten_state_dict, flatten_sharded_tensors: as in torch's ``DefaultLoadPlanner``.
+        flatten_state_dict: as in torch's ``DefaultLoadPlanner``.
+        flatten_sharded_tensors: the same, with another reader than :class:`RsReader`.
 
     Attributes:
         report: the :class:`LoadReport` of the last load.
@@ -245,7 +246,6 @@ def is_plain(planner: LoadPlanner) -> TypeGuard[RsLoadPlanner]:
     return (
         type(planner) is RsLoadPlanner
         and planner.flatten_state_dict
-        and planner.flatten_sharded_tensors
         and vars(planner).keys().isdisjoint(dir(DefaultLoadPlanner))
     )
 

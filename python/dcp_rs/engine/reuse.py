@@ -31,12 +31,6 @@ class Frozen:
 
     def __init__(self, reuse: Globs, *, trusted: bool = True) -> None:
         self.trusted = trusted
-        if reuse is not None and not isinstance(reuse, str):
-            reuse = tuple(reuse) if isinstance(reuse, Iterable) else (reuse,)
-            if not all(isinstance(pattern, str) for pattern in reuse):
-                known = "globs over names, such as those of a module's parameters"
-                msg = f"reuse={reuse!r}: pass {known}"
-                raise TypeError(msg)
         self._globs = globs(reuse)
 
     def __bool__(self) -> bool:
