@@ -134,9 +134,7 @@ def check_arguments(function: Callable[..., Any], passed: Iterable[str]) -> None
     is_class = function.__name__ == "__init__"
     called = function.__qualname__.removesuffix(".__init__")
     hint = suggest(unknown, known, called)
-    module = "dcp_rs.optim" if function.__module__ == "dcp_rs.optim" else "dcp_rs"
-    shown = called if is_class or "." in called else f"{module}.{called}"
-    msg = f"{shown}{'' if is_class else '()'} has no option {unknown!r}"
+    msg = f"{called}{'' if is_class else '()'} has no option {unknown!r}"
     raise TypeError(msg if hint is None else f"{msg}: {hint}") from None
 
 
