@@ -46,8 +46,11 @@ def test_failed_saves_are_warnings_until_there_are_too_many(run, failing):
         assert loaded(manager) == 4
 
 
-def test_failed_background_saves_are_warnings(run, failing):
-    manager = CheckpointManager(run, on_error="warn", max_failures=3)
+@pytest.mark.parametrize("is_local", [False, True])
+def test_failed_background_saves_are_warnings(run, failing, is_local):
+    """With a folder on the node, the warning named no step."""
+    local = run.with_name("node") if is_local else None
+    manager = CheckpointManager(run, local=local, on_error="warn", max_failures=3)
     for step in (1, 2, 3):
         manager.async_save(step, state_of(step))
         if step < 3:

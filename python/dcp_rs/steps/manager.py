@@ -273,7 +273,7 @@ class CheckpointManager:
         self.passed_over: list[SkippedStep] = []
         self._closed = False
         self._is_running = False  # this manager loaded or saved to go on with the run
-        self._done: int | None = None  # the last step that was saved or loaded
+        self._done: int | None = None  # the last step that was saved or loaded, or is being saved
         self._is_named = False  # a call named its process group
         self._lost: tuple[int, str] | None = None  # the save that lost a rank: as _begun
         self._coordinators = [self._coordinator]
@@ -1103,8 +1103,7 @@ class CheckpointManager:
         """Wait for the save in the background. Raise on every rank if it failed on one."""
         self._check_open()
         if self._ranks.pending is not None:
-            step = None if self._begun is None else self._begun[0]
-            with self._may_fail(step), self._coordinators[-1].explaining():
+            with self._may_fail(self._done), self._coordinators[-1].explaining():
                 self._ranks.settle(self._warn)
 
     @contextmanager
