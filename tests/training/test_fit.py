@@ -354,7 +354,7 @@ def test_counters_lie_where_the_saved_settings_have_them(ckpt):
     part = Parts(ckpt, RsReader, {}, ()).optimizer()
     names = LoadNames(None, None, None)
     left = PartialLoad(part, names, LoadReport(), "optim", False)
-    load = OptimizerLoad(saved_optimizers(left), [model], [resumed])
+    load = OptimizerLoad(saved_optimizers(left, []), [model], [resumed])
     assert {memory.device.type for memory in load.template.values()} == {"cpu"}
     load_optim_state_dict(ckpt, model, resumed)
     assert_state_equal(resumed.state_dict(), optimizer.state_dict())

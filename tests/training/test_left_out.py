@@ -17,6 +17,7 @@ from dcp_rs.optim import (
     save_training_state,
     training_state,
 )
+from dcp_rs.training.optimizers import renamed
 from support import assert_state_equal, run_ranks
 from support.training import Holder, parallelize, quiet, train, train_step, whole
 
@@ -114,6 +115,47 @@ def test_an_optimizer_of_which_nothing_is_loaded_is_not_touched(ckpt):
     save_training_state(ckpt, model, optimizer, fsync=False)
     load_optim_state_dict(ckpt, other, resumed, exclude="optim.param_groups*", partial=True)
     assert resumed.state[other[0].weight]["array"] is array
+
+
+def named_state(model, optimizer):
+    return [(fqn, optimizer.state[param]) for fqn, param in model.named_parameters()]
+
+
+def named(steps, seed, first="enc", wrap=lambda module: module):
+    torch.manual_seed(seed)
+    layers = {first: wrap(nn.Linear(4, 4)), "dec": wrap(nn.Linear(4, 4))}
+    model = nn.Sequential(OrderedDict(layers))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"include": "optim.state.enc.*"}, {"exclude": ["optim.state.dec.*", "model.*"]}],
+    ids=["include", "exclude"],
+)
+@pytest.mark.parametrize("source", ["numbers", "wrapped", "renamed"])
+def test_globs_are_of_the_names_that_parameters_have_now(ckpt, source, options, resumes):
+    """They were compared with the stored keys: nothing was included, or nothing excluded."""
+    torch.compiler.set_stance("force_eager")
+    compiled = torch.compile if source == "wrapped" else lambda module: module
+    model, optimizer = named(5, 0, "old" if source == "renamed" else "enc", compiled)
+    state = training_state(model, optimizer)
+    if source == "wrapped":
+        state["model"] = model.state_dict()
+        state["optim"] = renamed(state["optim"], lambda fqn: fqn.replace(".", "._orig_mod.", 1))
+    if source == "numbers":
+        state["optim"] = optimizer.state_dict()
+    dcp.save(state, checkpoint_id=ckpt, no_dist=True)
+    other, resumed = named(2 if resumes else 0, 1)
+    before = copied(resumed)
+    rename = {"model.old": "model.enc"} if source == "renamed" else None
+    load_training_state(ckpt, other, resumed, rename=rename, **options)
+    for param, (fqn, saved) in zip(other.parameters(), named_state(model, optimizer), strict=True):
+        want = before.get(param, {}) if fqn.startswith("dec") else saved
+        assert_state_equal(dict(resumed.state.get(param, {})), dict(want))
 
 
 @pytest.mark.parametrize("case", LEFT_OUT)

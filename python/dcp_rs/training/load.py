@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -22,7 +23,12 @@ from dcp_rs.options import Globs, Rename
 from dcp_rs.training.extra import EXTRA, PerRank, SavedExtra, new_memory, split_extra_state
 from dcp_rs.training.load_optimizer import OptimizerLoad
 from dcp_rs.training.names import StoredNames, unwrapper
-from dcp_rs.training.optimizers import joined, model_state, sharded_state_dicts
+from dcp_rs.training.optimizers import (
+    fqns_by_parameter,
+    joined,
+    model_state,
+    sharded_state_dicts,
+)
 from dcp_rs.training.partial_load import PartialLoad
 from dcp_rs.training.saved_optimizers import SavedOptimizers, saved_optimizers
 from dcp_rs.training.saved_tree import join
@@ -122,7 +128,8 @@ class TrainingLoad:
         part = self._parts.optimizer(self._options.key)
         self._known.append(join(part.prefix, "param_groups"))
         left = self._partial(part, "optimizer", OPTIM)
-        return saved_optimizers(left, self._options.rename)
+        fqns = itertools.chain.from_iterable(fqns_by_parameter(self._models).values())
+        return saved_optimizers(left, fqns, self._options.rename)
 
     def _gather_owners(self, ranks: RankGroup) -> dict[str, dict[str, Any]]:
         """Return the keys of the values of all ranks, by the names of their entries."""

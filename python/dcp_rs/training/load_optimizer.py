@@ -124,10 +124,9 @@ class OptimizerLoad:
 
     def _space(self, slot: Slot, optimizer: Optimizer) -> dict[str, Any] | None:
         """Return memory for a slot, by name; None if the state that the optimizer has stays."""
-        paths = slot.tree.paths
-        if slot.stays or not self._partial.takes(
-            list(paths) or [f"{self._saved.prefix}.{slot.fqn}"]
-        ):
+        paths, place = slot.tree.paths, f"{self._saved.prefix}.{slot.fqn}"
+        usual = [".".join((place, *map(str, path))) for path in paths.values()]
+        if slot.stays or not self._partial.takes(list(paths), usual or [place]):
             return None
         space: dict[str, Any] = {}
         for name, path in paths.items():

@@ -62,13 +62,17 @@ class PartialLoad:
             name = join(self.usual, name.removeprefix(prefix).removeprefix("."))
         return self.names.wants(name)
 
-    def takes(self, names: Collection[str]) -> bool:
+    def takes(self, names: Collection[str], usual: Iterable[str] | None = None) -> bool:
         """Return whether the load takes state that has these entries: all of it, or nothing.
 
         It reports what it leaves alone. Incomplete tensors are an error of the load that reads
         them, unless it is partial.
+
+        Args:
+            names: the names of the entries in the checkpoint.
+            usual: their names in a training state, below the place of the part; default: the same.
         """
-        if not all(map(self.includes, names)):
+        if not all(map(self.includes, names if usual is None else usual)):
             self.report.excluded += names
             return False
         incomplete = self._incomplete(names) if self.is_partial else []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dcp_rs.errors import PlanError
@@ -14,11 +15,14 @@ from dcp_rs.training.saved_tree import join, path_of
 from dcp_rs.training.sources import Part
 
 
-def saved_optimizers(partial_load: PartialLoad, rename: Rename = None) -> SavedOptimizers | None:
+def saved_optimizers(
+    partial_load: PartialLoad, fqns: Iterable[str], rename: Rename = None
+) -> SavedOptimizers | None:
     """Return the optimizer state under a key; None if there is none, or the load excludes it.
 
     Args:
         partial_load: the place of the state, and what is left alone.
+        fqns: the parameters of the models.
         rename: as for :func:`dcp_rs.load`, of names of parameters below ``model``.
 
     Raises:
@@ -27,7 +31,10 @@ def saved_optimizers(partial_load: PartialLoad, rename: Rename = None) -> SavedO
     part = partial_load.part
     base = join(part.prefix, "param_groups")
     names = [name for name in part.entries.below(part.prefix) if name != part.prefix]
-    if not any(map(partial_load.includes, names or [base])):
+    # Globs are of the names that parameters have now, and not of numbers or older names.
+    kinds = {name.rpartition(".")[2] for name in names if not name.startswith(f"{base}.")}
+    usual = (f"{join(part.prefix, 'state')}.{fqn}.{kind}" for fqn in fqns for kind in kinds)
+    if not any(map(partial_load.includes, itertools.chain(names or [base], usual))):
         partial_load.report.excluded += names
         return None
     tree = part.entries.tree(path_of(base), may_be_flat=True)
