@@ -52,6 +52,17 @@ def test_no_step_goes_for_one_that_was_damaged_since(root, policy):
         assert numbers(manager) == [15, 30]
 
 
+def test_step_that_was_damaged_since_stops_no_removal(root):
+    """Each removal took it for whole, found it damaged, and removed nothing."""
+    with root.manager(keep_last=2) as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, state_of(2))
+        root.remove_data(1)
+        for step in (3, 4, 5):
+            manager.save(step, state_of(step))
+        assert numbers(manager) == [4, 5]
+
+
 def test_background_saves_follow_each_other(root):
     with root.manager(keep_last=3, metric="loss", fsync=False) as manager:
         state = state_of(0)
@@ -220,6 +231,20 @@ def test_job_that_was_taken_over_removes_nothing(root):
         (problem,) = old._coordinator.problems
         assert "was taken over" in problem
         assert root.names() == ["step-2", "step-3"]
+
+
+def test_roll_back_past_a_step_that_another_job_saved_anew(root):
+    """The step that was there before counted as older, and the next start resumed from the new."""
+    with root.manager() as manager:
+        for step in (10, 20, 30):
+            manager.save(step, state_of(step))
+        with root.manager() as other:
+            loaded(other, 20)
+            other.save(30, state_of(31), force=True)
+        loaded(manager, 20)
+        with pytest.warns(UserWarning, match="later steps"):
+            manager.save(25, state_of(25))
+    assert root.manager().latest_step() == 25
 
 
 def test_save_that_is_refused_ends_no_other_job(root):

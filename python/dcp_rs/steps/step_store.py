@@ -473,7 +473,9 @@ class StepStore(ABC):
             known = self._known.get(number)
             if known is not None and known[0] == files:
                 found[number] = known[1]
-            elif files is not None:
+                continue
+            self._known.pop(number, None)  # else it would be recalled
+            if files is not None:
                 new[number] = files
         try:
             contents = self._read_contents(new)
@@ -672,6 +674,7 @@ class StepStore(ABC):
         finally:
             del note  # an error would keep the lock
         self.run, self.since = run, self._now()
+        self._known.clear()  # the earlier run may have saved steps anew
 
     @contextmanager
     def holding(self) -> Iterator[None]:
