@@ -1,5 +1,6 @@
 """Tensors that some ranks hold no part of, and tensors of several ranks that one rank saves alone."""
 
+from collections import OrderedDict
 from itertools import product
 
 import pytest
@@ -9,8 +10,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
@@ -70,6 +73,41 @@ def test_tables_that_one_rank_holds(ckpt, way):
     with dcp_rs.open(ckpt, verify=True) as saved:
         assert saved["table.1"].tolist() == [[4.0] * 3 + [-3.0] * 2] * 4
         assert saved["none"].shape == (0, 3)
+
+
+def parallel(seed):
+    """A layer of fewer columns than tensor-parallel ranks, which FSDP2 shards as well."""
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(OrderedDict(down=torch.nn.Linear(1, 3)))
+    parallelize_module(model, mesh["tp"], {"down": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def save_parallel(path, way):
+    state = parallel(0).state_dict()
+    if dist.get_rank() == 1:  # of shape (0, 0) under torch 2.15
+        assert not state["down.weight"].to_local().numel()
+    if way == "dcp":
+        dcp.save(state, storage_writer=RsWriter(path, fsync=False))
+    else:
+        dcp_rs.save(state, path, fsync=False)
+    got = parallel(1).state_dict()
+    if way == "dcp":
+        dcp.load(got, storage_reader=RsReader(path))
+    else:
+        dcp_rs.load(got, path)
+    return [(got[name].to_local().tolist(), state[name].to_local().tolist()) for name in state]
+
+
+@pytest.mark.parametrize("way", ["dcp", "dcp_rs"])
+def test_shard_without_elements_that_has_lost_its_shape(ckpt, way):
+    """``RsWriter`` refused it: (0, 0) for a chunk of (3, 0)."""
+    for of_rank in run_ranks(2, save_parallel, ckpt, way):
+        for got, saved in of_rank:
+            assert got == saved
+    with dcp_rs.open(ckpt) as checkpoint:
+        assert checkpoint["down.weight"].shape == (3, 1)
 
 
 def save_alone(path):

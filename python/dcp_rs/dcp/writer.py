@@ -430,6 +430,9 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
     if why_not_raw(tensor) is not None:
         return Entry(fqn, as_object(fqn, tensor), path=path)
     chunk = item.tensor_data.chunk
+    if 0 in chunk.sizes and not tensor.numel():
+        # FSDP2 does not keep the shape of a shard that tensor parallelism left without elements.
+        tensor = tensor.new_empty(chunk.sizes)
     if tuple(tensor.shape) != tuple(chunk.sizes):
         msg = (
             f"tensor {fqn!r}: the planner resolved {tuple(tensor.shape)} "
