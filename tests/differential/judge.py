@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from differential.cases import Case, Load, Save
+from differential.cases import Case, Holder, Load, Save
 from differential.ranks import Result, load_step, save_step
 from support.ranks import shared_pool
 
@@ -51,10 +51,22 @@ def _is_of_another_rank(case: Case, step: Save | Load, stock: Result, ours: Resu
 
 
 def _is_ambiguous(case: Case, step: Save | Load, stock: Result, ours: Result) -> bool:
-    return (
-        isinstance(step, Load)
-        and ours.errors == ("PlanError",)
-        and "entries of the state dict flatten to" in ours.message
+    return isinstance(step, Load) and (
+        (ours.errors == ("PlanError",) and "entries of the state dict flatten to" in ours.message)
+        # Of a name and an empty dict, torch puts the value of the name into the place of the dict.
+        or (not ours.errors and _has_keys_alike(case.state))
+    )
+
+
+def _has_keys_alike(node: Any) -> bool:
+    """Return whether a dict has a key and, in place of an entry, an empty dict under its text."""
+    if isinstance(node, Holder):
+        return _has_keys_alike(node.state)
+    if isinstance(node, list):
+        return any(map(_has_keys_alike, node))
+    return isinstance(node, dict) and (
+        any(not isinstance(key, str) and node.get(str(key)) == {} for key in node)
+        or any(map(_has_keys_alike, node.values()))
     )
 
 
