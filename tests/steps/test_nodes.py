@@ -695,24 +695,28 @@ def test_step_that_exists_is_replaced_by_force_alone(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_latest_step_is_the_one_to_load_while_the_root_does_not_know_of_a_roll_back(tmp_path):
+@pytest.mark.parametrize(("loads", "saves"), [([10], 11), ([None], 10), ([], 11)])
+def test_latest_step_is_the_one_to_load_while_the_root_does_not_know_of_a_roll_back(
+    tmp_path, loads, saves
+):
     """It was the step that the run had left behind, which has the higher number."""
     root, options = tmp_path / "root", {"local": tmp_path / "node", "no_dist": True}
     with CheckpointManager(root, **options) as manager:
         for step in (10, 20):
             manager.save(step, {"x": torch.zeros(3)})
     manager = CheckpointManager(root, **options)
-    assert manager.load({"x": torch.zeros(3)}, 10) == 10
+    for step in loads:  # if there is none, this is a new run in the folders of an old one
+        manager.load({"x": torch.zeros(3)}, step)
     root.rename(tmp_path / "away")
     root.touch()  # the root cannot be reached
-    manager.save(11, {"x": torch.zeros(3)})
+    manager.save(saves, {"x": torch.zeros(3)}, force=True)
     with pytest.raises(StorageError):
         manager.close()
     root.unlink()
     (tmp_path / "away").rename(root)
     manager = CheckpointManager(root, **options)
-    assert manager.latest_step() == 11
-    assert manager.load({"x": torch.zeros(3)}) == 11
+    assert manager.latest_step() == saves
+    assert manager.load({"x": torch.zeros(3)}) == saves
     manager.close()
 
 

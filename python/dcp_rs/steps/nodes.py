@@ -257,6 +257,7 @@ class Nodes:
             return uuid.uuid4().hex, upload, *check_save(step, metrics, files)
 
         save_id, upload, numbers, contents = self.ranks.decide(step, check)
+        resumed, went_back = self.own.resumed, self.own.went_back
 
         def prepare() -> None:
             if self.is_leader:
@@ -269,7 +270,7 @@ class Nodes:
                     save_id=save_id,
                     upload=upload,
                     replaces=force,
-                    went_back=self.own.went_back,
+                    went_back=went_back or resumed is None or step < resumed,
                 )
             self.own.warn()
 

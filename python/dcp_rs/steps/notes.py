@@ -39,7 +39,7 @@ class Note:
         upload: whether the step, which is on nodes, is to go to the root as well; None for a save
             at the root.
         replaces: it may replace another save of the step there.
-        went_back: its run went back to an earlier step before it.
+        went_back: later steps that were there may be of other runs, which its run left behind.
     """
 
     run: str | None
