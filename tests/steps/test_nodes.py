@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import warnings
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -1084,6 +1084,30 @@ def test_steps_that_a_run_left_behind_go_to_the_root_no_more(tmp_path, server, a
     ranks(2, go_back_with_uploads_ahead, base=base, away=away, **at)
     assert steps_on(server) == ["step-1", "step-2", "step-3"]
     assert [got[0] for got in ranks(2, resume, base=base, **at)] == [3, 3]
+
+
+def replace_with_one_node_ahead(base, root):
+    with manager_of(base, root) as manager:
+        for step in (20, 30):
+            manager.save(step, state_of(step))
+    with manager_of(base, root, keep_last=1) as manager:
+        loaded(manager, 20)
+        is_first = dist.get_rank() == 0
+        with manager._nodes.uploads.paused() if is_first else nullcontext():
+            for step in (25, 30):
+                manager.save(step, state_of(step))
+            while not is_first and manager._nodes.uploads.pending():
+                time.sleep(0.01)
+            dist.barrier()
+
+
+@pytest.mark.filterwarnings("ignore:.*count as newer")
+def test_step_that_is_replaced_at_the_root_stays_until_then(tmp_path):
+    """It was removed with what another node had sent of the new one. No later step got there."""
+    base, root = tmp_path / "nodes", tmp_path / "root"
+    ranks(2, replace_with_one_node_ahead, base=base, root=root)
+    assert steps_at(root) == ["step-20", "step-30"]
+    assert dcp_rs.verify(root / "step-30").ok
 
 
 def save_again_while_the_root_is_away(base, root, away, **options):

@@ -68,9 +68,10 @@ class Coordinator:
         verify: remove nothing unless a step that stays is verified.
         latest: let ``latest`` in the root name the newest step.
         on_saved: called after each commit with the path of the step.
-        needed: returns steps that may not be removed yet. A save begins by removing those that may.
 
     Attributes:
+        needed: returns the steps on nodes that are still to go to the root. They may not be removed
+            at either place. A save on a node begins by removing those that may.
         resumed: the step that this run resumed from. It is never removed.
         went_back: whether the caller named that step.
         problems: what went wrong, and is no error of a save or a load.
@@ -84,7 +85,6 @@ class Coordinator:
         verify: bool,
         latest: bool = False,
         on_saved: Callable[[Path], object] | None = None,
-        needed: Callable[[], Collection[int]] | None = None,
     ) -> None:
         self.resumed: int | None = None
         self._store = store
@@ -92,7 +92,7 @@ class Coordinator:
         self._verify = verify
         self._latest = latest
         self._on_saved = on_saved
-        self._needed = needed
+        self.needed: Callable[[], Collection[int]] | None = None
         self.problems = store.problems
         self._told: set[str] = set()  # problems that were told
         self._late_files: Mapping[str, bytes] = {}  # to put into the step, once it is committed
@@ -130,7 +130,7 @@ class Coordinator:
         numbers, contents = check_save(step, metrics, files)
         self._enter_run(partial(self._look_before_save, step, force=force))
         replaces = self._make_way(step, force=force)
-        if self._needed is not None:  # else saves on a full disk would fail for ever
+        if self.needed is not None:  # else saves on a full disk would fail for ever
             self._prune(step)
         parent, is_trusted, limited = None, False, self._policies.max_bytes is not None
         if (reuse or limited) and (newest := self._newest()) is not None:
@@ -339,7 +339,7 @@ class Coordinator:
             self.problems.append(f"latest may not lead to the newest step: {error}")
 
     def _prune(self, *protected: int, room: int | None = None) -> None:
-        needed = self._needed() if self._needed is not None else ()
+        needed = self.needed() if self.needed is not None else ()
         try:
             done = prune(
                 self._store,

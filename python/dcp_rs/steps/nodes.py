@@ -234,8 +234,9 @@ class Nodes:
             Policies(keep_last=keep_local),
             verify=False,
             on_saved=on_saved if ranks.is_coordinator else None,
-            needed=self.uploads.pending,
         )
+        # Other nodes may be ahead, and have sent files of a step that replaces one at the root.
+        root.needed = self.own.needed = self.uploads.pending
         self._upload_every, self._copies = upload_every, copies
         self.saved = 0
 
