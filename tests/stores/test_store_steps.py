@@ -316,6 +316,21 @@ def test_a_step_that_is_saved_anew_meanwhile_is_not_removed(root, server):
     assert dcp_rs.verify(root.folder(10), **root.access).ok
 
 
+def test_a_step_that_another_process_removes_meanwhile(root, server):
+    """A prune beside a job raised an InternalError: the index was listed, and not there to read."""
+    save_step(root, 10)
+
+    def removes(request):
+        if request.kind == "get" and request.key == "run/step-10/index.dcprs":
+            for key in server.keys("run/step-10/"):
+                del server.objects[key]
+        return False
+
+    server.faults.append(Fault(matches=removes))
+    root.remove(10)
+    assert root.look_at(10) is None
+
+
 @pytest.mark.filterwarnings("ignore:the store of")
 @pytest.mark.parametrize("ignores_conditions", [False, True])
 def test_a_removal_whose_answer_is_lost_spares_a_save_that_follows(

@@ -136,10 +136,10 @@ class ObjectStepStore(StepStore):
         self._known.pop(number, None)
         store, path = self._store(), self.folder(number)
         files = self._walk(path)
-        if INDEX_NAME in files:
-            store.read([path / INDEX_NAME])  # a removal is of what was read
+        # A removal is of what was read. Another process may have removed it since the walk.
+        is_whole = INDEX_NAME in files and store.read([path / INDEX_NAME]) != [None]
         with self.holding():
-            if INDEX_NAME in files:
+            if is_whole:
                 store.remove_seen(path / INDEX_NAME)
         self._delete(path, files.keys() - {INDEX_NAME})
 
