@@ -58,3 +58,17 @@ def test_many_small_tensors(tmp_path: Path) -> None:
     make("dcp-rs", state, tmp_path / "src")
     dcp_rs.convert(tmp_path / "src", tmp_path / "hf", to="safetensors")
     assert_state_equal(load_hf(tmp_path / "hf"), state)
+
+
+@pytest.mark.parametrize("to", ["dcp-rs", "safetensors", "dcp", "torch"])
+def test_a_bound_above_all_memory_is_no_reason_to_take_it(tmp_path, to):
+    state = {"a": torch.randn(2, 3), "b": torch.randn(5)}
+    dcp_rs.save(state, tmp_path / "src")
+    how = {"max_inflight_bytes": 1 << 50, "dtype": "bf16"}
+    dcp_rs.convert(tmp_path / "src", tmp_path / "out", to=to, **how)
+    with dcp_rs.open(tmp_path / "out") as out:
+        assert all(torch.equal(out[name], state[name].bfloat16()) for name in state)
+    if to != "torch":
+        dcp_rs.merge([tmp_path / "src"] * 2, tmp_path / "mean", to=to, **how)
+        with dcp_rs.open(tmp_path / "mean") as out:
+            assert all(torch.equal(out[name], state[name].bfloat16()) for name in state)

@@ -36,6 +36,13 @@ def test_large_casts_take_bounded_memory(ckpt):
         assert all(torch.equal(checkpoint[name], tensor.double()) for name, tensor in state.items())
 
 
+def test_a_bound_above_all_memory_is_no_reason_to_take_it(ckpt):
+    state = {"t": torch.randn(3, 2).t(), "cast": torch.randn(5)}
+    dcp_rs.save(state, ckpt, dtype=torch.bfloat16, max_inflight_bytes=1 << 50)
+    with dcp_rs.open(ckpt) as checkpoint:
+        assert all(torch.equal(checkpoint[name], state[name].bfloat16()) for name in state)
+
+
 def test_strided_and_conjugated_tensors_take_bounded_memory(ckpt):
     state = {
         "wide": torch.randn(3, 700_001).t(),

@@ -130,7 +130,7 @@ class Job:
     @cached_property
     def slabs(self) -> list[torch.Tensor]:
         """The memory for all blocks."""
-        return make_slabs(self.request.buffer_bytes)
+        return make_slabs(min(self.request.buffer_bytes, self.total))
 
     def advance(self, nbytes: int) -> None:
         """Count bytes as written."""

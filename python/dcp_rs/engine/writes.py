@@ -41,7 +41,7 @@ from dcp_rs.tensors.memory import (
     why_not_raw,
 )
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining, storable
-from dcp_rs.tensors.regions import BLOCK_BYTES, Cut, cut, narrow, unflatten
+from dcp_rs.tensors.regions import ALIGNMENT, BLOCK_BYTES, Cut, cut, narrow, unflatten
 from dcp_rs.tensors.shards import ShardCache, global_shape, local_pieces
 from dcp_rs.transfer.buffers import new_slabs, slab_bytes
 from dcp_rs.transfer.copy_stream import CopyStream, Pair, Transfer, copy_stream_for
@@ -488,7 +488,8 @@ def _write_host_copies(
 ) -> None:
     """Write the (item, entry) pairs of tensors in host memory that does not hold them as stored."""
     # Half of the bound, as a tensor that is conjugated exists twice.
-    nbytes = max(BLOCK_BYTES, options.inflight_bytes(accelerator=False) // 2)
+    most = max(BLOCK_BYTES, options.inflight_bytes(accelerator=False) // 2)
+    nbytes = min(most, sum(entry.nbytes + ALIGNMENT for _, entry in entries))
     buffer = require_real_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
     for parts in cut(((entry.nbytes, 1, BLOCK_BYTES) for _, entry in entries), nbytes):
         for part in parts:

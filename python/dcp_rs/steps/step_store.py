@@ -167,7 +167,7 @@ class Listing:
 
     @property
     def left(self) -> list[SkippedStep]:
-        """What killed saves left before the latest step. The save of a later one may just begin."""
+        """The leftovers of killed saves before the latest step. A later save may just begin."""
         latest = self.steps[-1].number if self.steps else -1
         return [step for step in self.passed_over if step.is_left and step.number < latest]
 
